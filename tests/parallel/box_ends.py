@@ -70,14 +70,14 @@ def boxes_of_worker(worker: int, num_workers: int) -> list[list[Any]]:
     return found
 
 
-def rows_of_rank(version: int, rank: int, num_ranks: int) -> Iterator[Part]:
+def rows_of_rank(version: int, rank: int, num_shards: int) -> Iterator[Part]:
     """As FSDP2 cuts. The rotary table is a buffer, and rank 0 yields it."""
     for name, tensor in model(version).items():
         if name == "rotary":
             if rank == 0:
                 yield Part(name, tensor, 0, 0, tuple(tensor.shape))
             continue
-        box = box_of_rank(tensor.shape, rank, num_ranks)
+        box = box_of_rank(tensor.shape, rank % num_shards, num_shards)
         if box.num_elements:
             yield Part(name, tensor[box.top : box.bottom], box.top, 0, tuple(tensor.shape))
 
@@ -124,15 +124,15 @@ FAULTS: dict[str, Callable[[int, Part], Iterator[Part]]] = {
 }
 
 
-def weights_of(version: int, rank: int, num_ranks: int, fault: str = "") -> Weights:
-    """`fault`: one of FAULTS; or `stale`, rows of the version before under this version's number; or `replicas`, and
-    `replicas differ`: every rank holds norms whole."""
+def weights_of(version: int, rank: int, num_ranks: int, fault: str = "", hosts: int = 1) -> Weights:
+    """`hosts`: each has all rows. `fault`: one of FAULTS; or `stale`, rows of the version before under this version's
+    number; or `replicas`, and `replicas differ`: every rank holds norms whole."""
     passes = 0
 
     def rows() -> Iterator[Part]:
         nonlocal passes
         passes += 1
-        for part in rows_of_rank(version - (fault == "stale"), rank, num_ranks):
+        for part in rows_of_rank(version - (fault == "stale"), rank, num_ranks // hosts):
             if fault.startswith("replicas") and part.name.startswith("norm"):
                 whole = model(version)[part.name] + (0.5 if "differ" in fault and part.name == "norm 1" else 0)
                 yield Part(part.name, whole, 0, 0, part.full_shape)
@@ -190,13 +190,13 @@ class Ends:
         return {"pieces": pieces, **self._counted.take()}
 
     def send(self, wanted: list[Any]) -> dict[str, Any]:
-        link, version, rank, num_ranks, fault, strike = wanted
+        link, version, rank, num_ranks, fault, strike, hosts = wanted
         if self._rank != rank:
             self._rank, self._sender = rank, RankSender(rank, "cpu")
         if strike:
             strike_in_the_middle(strike)
         older = fault == "an older version"
-        self._sender.send(link, weights_of(version - older, rank, num_ranks, fault))
+        self._sender.send(link, weights_of(version - older, rank, num_ranks, fault, hosts))
         return self._counted.take()
 
 

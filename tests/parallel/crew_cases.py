@@ -1,4 +1,5 @@
-"""`python crew_cases.py DIRECTORY RANKS`: train every case of DIRECTORY/cases.json on so many ranks.
+"""`python crew_cases.py DIRECTORY RANKS HOSTS [CASE ...]`: train cases of DIRECTORY/cases.json on so many ranks, as if
+they were on so many hosts; all cases if none is named.
 
 All cases of a number of ranks share one crew: a crew's start is ten seconds of imports, and a case's training is one.
 With one rank there is no crew, and each case is what `tandem train` runs.
@@ -24,10 +25,10 @@ from tandem.spec.load import parse_spec, to_toml
 from tandem.types import Trajectory
 
 
-def train_all(home: Path, ranks: int) -> None:
+def train_all(home: Path, ranks: int, hosts: int, names: list[str]) -> None:
     cases = json.loads((home / "cases.json").read_text())
-    specs = {name: parse_spec(with_ranks(case, ranks)) for name, case in cases.items()}
-    place = home / f"ranks-{ranks}"
+    specs = {name: parse_spec(with_ranks(cases[name], ranks, hosts)) for name in names or cases}
+    place = home / f"ranks-{ranks}-hosts-{hosts}"
     place.mkdir()
     (place / "spec.toml").write_text(to_toml(next(iter(specs.values()))))
     with crew_of(next(iter(specs.values())), place) as crew:
@@ -47,8 +48,8 @@ def train_all(home: Path, ranks: int) -> None:
                 recipes.run(spec, place / name, view=LiveView("run", Console(file=io.StringIO(), width=120)))
 
 
-def with_ranks(case: dict[str, Any], ranks: int) -> dict[str, Any]:
-    return {**case, "parallel": {"ranks": ranks, "shares": 4, "deadline_s": 60.0}}
+def with_ranks(case: dict[str, Any], ranks: int, hosts: int) -> dict[str, Any]:
+    return {**case, "parallel": {"ranks": ranks, "hosts": hosts, "shares": 4, "deadline_s": 60.0}}
 
 
 def on_groups(spec: Any, crew: Any, directory: Path) -> None:
@@ -86,4 +87,4 @@ def recorded_group(rng: random.Random, size: int, version: int) -> list[Trajecto
 
 
 if __name__ == "__main__":
-    train_all(Path(sys.argv[1]), int(sys.argv[2]))
+    train_all(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

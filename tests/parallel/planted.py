@@ -28,6 +28,7 @@ SPEC: dict[str, Any] = {
     "train": {"steps": 9, "lr": 1e-3, "groups_per_step": 2, "group_size": 4, "micro_tokens": 128},
     "parallel": {"ranks": 2, "deadline_s": 60.0},
 }  # fmt: skip
+ON_TWO_HOSTS = {**SPEC, "parallel": {**SPEC["parallel"], "hosts": 2}}
 LORA = {**SPEC, "model": {"preset": "tiny", "lora": {"rank": 4}}, "sync": {"bridge": "adapter"}}
 
 
@@ -50,6 +51,8 @@ class Planter:
             return
         if what == "an adapter that differs":
             rows.whole[3][1].view(-1)[5] += -0.25 if back else 0.25
+        if what == "rows of a host that differ":
+            rows.local[3].tensor.mul_(0.5 if back else 2.0)  # exact, both ways
         if what == "a rotary table that differs":
             next(rows._module.buffers())[1] += -0.25 if back else 0.25
         if what == "a rank that is a version behind":
@@ -72,14 +75,16 @@ def lead(home: Path) -> dict[str, Any]:
         member = build.Member(crew)
         crew.handle("begin", member.begin)
         Planter(crew, member)
-        for spec in (LORA, SPEC):
+        for spec in (LORA, ON_TWO_HOSTS, SPEC):
             crew.order("begin", spec=spec)
             checked = parse_spec(spec)
             model = training.run_model(checked, crew)
             algorithm = training.algorithm(checked.algorithm, 8)
             model.policy.keep_reference()
             trainer = training.trainer(checked.train, model, algorithm, 0, 0)
-            found |= tried(crew, trainer, model, checked, algorithm, home / checked.sync.bridge)
+            found |= tried(
+                crew, trainer, model, checked, algorithm, home / f"{checked.sync.bridge}-{checked.parallel.hosts}"
+            )
     finally:
         if crew is not None:
             crew.close()
@@ -98,9 +103,10 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
         trainer.step(make([recorded_group(rng, 4, trainer.version) for _ in range(2)], trainer.version))
 
     found: dict[str, Any] = {}
-    lora = spec.model.lora is not None
+    lora, on_hosts = spec.model.lora is not None, spec.parallel.hosts > 1
     step()
     faults = ["a rotary table that differs", "a rank that is a version behind"] + ["an adapter that differs"] * lora
+    faults += ["rows of a host that differ"] * on_hosts
     for what in faults:
         trainer.export("adapter" if lora else "live")
         crew.order("plant", what=what, back=False)
@@ -109,8 +115,16 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
             found[what] = "served"
         except TandemError as error:
             found[what] = f"{type(error).__name__}: {error}"
+        if on_hosts:
+            found[f"saved: {what}"] = saved(trainer, home / "diverged")
         crew.order("plant", what=what, back=True)
-    if not lora:
+    if on_hosts:
+        trainer.export("live")
+        digests = trainer.fingerprints()
+        model.policy.write_trained(home)
+        whole = digest.fingerprints(load_file(home / "weights.safetensors"))
+        found["digests of one host are those of whole tensors"] = all(digests[name] == whole[name] for name in whole)
+    elif not lora:
         digests = trainer.fingerprints()
         model.policy.write_trained(home)
         whole = digest.fingerprints(load_file(home / "weights.safetensors"))
@@ -131,6 +145,14 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
             "version": trainer.version,
         }
     return found
+
+
+def saved(trainer: Any, path: Path) -> str:
+    try:
+        trainer.save(path)
+    except TandemError as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
 
 
 if __name__ == "__main__":

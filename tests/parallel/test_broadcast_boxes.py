@@ -93,14 +93,23 @@ class Fleet:
     """Rank 0 here, the other ranks and all workers in processes."""
 
     def __init__(
-        self, reserve: Reserve, num_ranks: int, num_workers: int, *, deadline_s: float = 20.0, engines: int = 1
+        self,
+        reserve: Reserve,
+        num_ranks: int,
+        num_workers: int,
+        *,
+        deadline_s: float = 20.0,
+        engines: int = 1,
+        hosts: int = 1,
     ) -> None:
-        self.num_ranks, self.num_workers = num_ranks, num_workers
+        self.num_ranks, self.num_workers, self.hosts = num_ranks, num_workers, hosts
         self.seconds = 0.0
         """That rank 0 took for the last version."""
         ends = reserve.take(num_ranks - 1 + num_workers * engines)
         self.ranks, self.workers = ends[: num_ranks - 1], ends[num_ranks - 1 :]
-        self.bridge = BroadcastBridge(bucket_bytes=BUCKET_BYTES, deadline_s=deadline_s, ranks=num_ranks)
+        self.bridge = BroadcastBridge(
+            bucket_bytes=BUCKET_BYTES, deadline_s=deadline_s, ranks=num_ranks, shards=num_ranks // hosts
+        )
         self.meet(engines)
 
     def meet(self, engines: int = 1, boxes: Sequence[Any] = ()) -> None:
@@ -129,11 +138,12 @@ class Fleet:
             of_this = fault if rank == of_rank or fault.startswith("replicas") else ""
             if fault == "replicas differ" and rank != of_rank:
                 of_this = "replicas"
-            end.say("send", [link, version, rank, self.num_ranks, of_this, strikes.get(f"rank {rank}", 0)])
+            strike = strikes.get(f"rank {rank}", 0)
+            end.say("send", [link, version, rank, self.num_ranks, of_this, strike, self.hosts])
         own = fault if of_rank == 0 else "replicas" if fault.startswith("replicas") else ""
         with Stopwatch() as watch:
             try:
-                sent: Sent | TandemError = self.bridge.send(weights_of(version, 0, self.num_ranks, own))
+                sent: Sent | TandemError = self.bridge.send(weights_of(version, 0, self.num_ranks, own, self.hosts))
             except TandemError as error:
                 sent = error
         self.seconds = watch.seconds
@@ -217,6 +227,29 @@ def test_what_several_ranks_hold_must_be_equal_and_is_sent_once(two_to_two: Flee
     assert all("error" in each for each in (*ranks, *workers))
     two_to_two.meet()
     two_to_two.check(3)
+
+
+def test_rows_that_two_hosts_hold_are_sent_once_and_must_be_equal(reserve: Reserve, counted: Counted) -> None:
+    """Each host sends a part of them."""
+    moved: list[int] = []
+    for num_ranks, hosts in ((2, 1), (4, 2)):
+        fleet = Fleet(reserve, num_ranks, 2, hosts=hosts)
+        fleet.check(1)
+        counted.take()
+        sent, ranks, workers = fleet.publish(2)
+        assert isinstance(sent, Sent), sent
+        fleet.check_arrived(2, sent, workers)
+        by_rank = [counted.take()["sent_bytes"], *(each["sent_bytes"] for each in ranks)]
+        assert sum(by_rank) == sum(each["received_bytes"] for each in workers) == sent.bytes_moved
+        assert max(by_rank) <= 1.2 * MODEL_BYTES / num_ranks
+        moved.append(sent.bytes_moved)
+        if hosts == 2:
+            sent, ranks, workers = fleet.publish(3, "stale", of_rank=3)
+            assert isinstance(sent, RanksDiverged)
+            assert "ranks 1 and ranks 3 hold different values of 'embed', rows 130 to 259" in str(sent)
+            assert all("error" in each for each in (*ranks, *workers))
+        fleet.close()
+    assert moved[0] == moved[1]
 
 
 FAULTS = {

@@ -61,10 +61,9 @@ def tandem(*words: object) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def trained(spec: Path, run_dir: Path, ranks: int) -> Path:
-    tandem(
-        "train", spec, "--run-dir", run_dir, "--set", f"parallel.ranks={ranks}", "--set", f"parallel.shares={SHARES}"
-    )
+def trained(spec: Path, run_dir: Path, ranks: int, hosts: int = 1) -> Path:
+    parallel = {"ranks": ranks, "hosts": hosts, "shares": SHARES}
+    tandem("train", spec, "--run-dir", run_dir, *(f"--set=parallel.{name}={value}" for name, value in parallel.items()))
     return run_dir
 
 
@@ -122,6 +121,16 @@ def test_saved_on_4_gone_on_with_2_then_1_then_4(model: str, tmp_path: Path, kin
     for step, ranks in ((1, 2), (2, 1), (3, 4)):
         same(gone_on(run_dir, step, ranks), whole)
     assert (run_dir / "checkpoints/step-1/deploy/model.safetensors").stat().st_size > 10**6
+
+
+def test_saved_on_2_hosts_gone_on_with_one_then_with_one_rank(model: str, tmp_path: Path) -> None:
+    """Only the first host writes."""
+    spec = spec_of(tmp_path, {"path": model}, **BF16)
+    whole = trained(spec, tmp_path / "whole", 1)
+    run_dir = trained(spec, tmp_path / "run", 4, hosts=2)
+    same(run_dir, whole)
+    for step, ranks in ((1, 2), (2, 1)):
+        same(gone_on(run_dir, step, ranks), whole)
 
 
 def test_adapters_of_2_ranks_are_those_of_one(model: str, tmp_path: Path) -> None:

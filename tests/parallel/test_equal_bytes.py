@@ -1,4 +1,4 @@
-"""1, 2 and 4 ranks give the same bytes: of losses, weights, optimizer state and export."""
+"""1, 2 and 4 ranks, on one host or several, give the same bytes: of losses, weights, optimizer state and export."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ CASES = {
     "groups": {"recipe": "rl"},
     "groups lora": {"recipe": "rl", "model": {"lora": {"rank": 4}}},
 }
+LAYOUTS = {
+    (1, 1): [*CASES],
+    (2, 1): [*CASES],
+    (4, 1): [*CASES],
+    (4, 2): ["sft", "sft bf16", "sft bf16 recompute", "sft adamw_8bit", "sft lora bf16", "groups", "groups lora"],
+    (2, 2): ["sft", "sft bf16", "sft lora"],
+}
+"""Which cases are trained on how many ranks and hosts."""
 STEPS = 20
 SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
 """Files with times in them, or with a set's order of this process."""
@@ -81,8 +89,9 @@ def trained(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("crews")
     write_data(home)
     (home / "cases.json").write_text(json.dumps({name: spec_of(home, changes) for name, changes in CASES.items()}))
-    for ranks in (1, 2, 4):
-        command = [sys.executable, str(Path(__file__).with_name("crew_cases.py")), str(home), str(ranks)]
+    for (ranks, hosts), names in LAYOUTS.items():
+        program = Path(__file__).with_name("crew_cases.py")
+        command = [sys.executable, str(program), str(home), str(ranks), str(hosts), *names]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1000)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -104,10 +113,11 @@ def hashes(run: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(3100)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_several_ranks_give_the_bytes_of_one(trained, case, ranks):
-    one, several = trained / "ranks-1" / case, trained / f"ranks-{ranks}" / case
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "case"), [(*layout, case) for layout, names in LAYOUTS.items() for case in names][len(CASES) :]
+)
+def test_several_ranks_give_the_bytes_of_one(trained, ranks, hosts, case):
+    one, several = trained / "ranks-1-hosts-1" / case, trained / f"ranks-{ranks}-hosts-{hosts}" / case
     assert len(losses(one)) == STEPS
     assert losses(several) == losses(one)
     assert len(hashes(one)) >= 3
@@ -118,6 +128,8 @@ def test_several_ranks_give_the_bytes_of_one(trained, case, ranks):
 def test_cases_differ_from_each_other(trained):
     """Or the comparison would show nothing."""
     weights = [
-        json.dumps(sorted(hashes(trained / "ranks-2" / case).items())) for case in CASES if "recompute" not in case
+        json.dumps(sorted(hashes(trained / "ranks-2-hosts-1" / case).items()))
+        for case in CASES
+        if "recompute" not in case
     ]
     assert len(set(weights)) == len(weights)

@@ -27,12 +27,18 @@ def found(tmp_path_factory) -> dict[str, Any]:
         ("an adapter that differs", ".lora_B."),
         ("a rotary table that differs", "rotary_emb"),
         ("a rank that is a version behind", "version"),
+        ("rows of a host that differ", "model.layers.0."),
+        ("saved: rows of a host that differ", "model.layers.0."),
     ],
 )
 def test_ranks_that_differ_are_named(found, what, tensor):
     assert found[what].startswith("RanksDiverged: '")
     assert tensor in found[what]
-    assert "differs on rank 1 from the other ranks" in found[what]
+    assert "differs on rank 1 from rank 0: all of them must hold the same" in found[what]
+
+
+def test_rows_that_every_host_holds_are_counted_and_written_once(found):
+    assert found["digests of one host are those of whole tensors"]
 
 
 def test_digests_of_rows_add_up_to_those_of_whole_tensors(found):

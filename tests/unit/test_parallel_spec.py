@@ -25,7 +25,7 @@ RL: dict[str, Any] = {
 }  # fmt: skip
 REFUSED = {
     "parallel.shares = 1: fewer micro-batches than parallel.ranks = 2": (SFT, {"parallel": {"shares": 1}}),
-    "parallel.hosts = 2: sums between hosts are not there yet": (SFT, {"parallel": {"hosts": 2}}),
+    "parallel.hosts = 2: does not divide parallel.ranks = 3": (SFT, {"parallel": {"ranks": 3, "hosts": 2}}),
     "parallel.layout = 'whole': is for adapters": (SFT, {"parallel": {"layout": "whole"}}),
     "parallel.layout = 'rows': adapters are held whole": (
         SFT, {"parallel": {"layout": "rows"}, "model": {"lora": {"rank": 4}}},
@@ -74,6 +74,44 @@ def test_a_launcher_says_how_many_ranks_there_are(monkeypatch):
         monkeypatch.setenv(name, value)
     assert as_launched(spec).parallel.ranks == 2
     assert as_launched(spec).parallel.num_shares == 4, "fewer ranks go on to the same bytes"
+
+
+def launched(monkeypatch, rank: int, agent: int, agents: int, of_agent: int, ranks: int) -> None:
+    told = {"RANK": rank, "GROUP_RANK": agent, "GROUP_WORLD_SIZE": agents, "LOCAL_WORLD_SIZE": of_agent}
+    for name, value in {**told, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(("stated", "hosts", "shards"), [(0, 2, 2), (1, 1, 4), (2, 2, 2)])
+def test_a_launcher_says_how_many_hosts_there_are(monkeypatch, stated, hosts, shards):
+    launched(monkeypatch, rank=3, agent=1, agents=2, of_agent=2, ranks=4)
+    parallel = as_launched(parse_spec(changed(SFT, {"parallel": {"ranks": 2, "hosts": stated}}))).parallel
+    assert (parallel.ranks, parallel.hosts, parallel.row_shards) == (4, hosts, shards)
+
+
+def test_hosts_that_are_not_those_of_the_launcher_are_refused(monkeypatch):
+    launched(monkeypatch, rank=3, agent=1, agents=2, of_agent=2, ranks=4)
+    with pytest.raises(SpecError, match=r"parallel.hosts = 4: the launcher has 2 agents, .*; leave hosts out, or set"):
+        as_launched(parse_spec(changed(SFT, {"parallel": {"ranks": 4, "hosts": 4}})))
+
+
+@pytest.mark.parametrize("where", [{"rank": 3, "of_agent": 3}, {"rank": 1, "of_agent": 2}], ids=["uneven", "mixed"])
+def test_hosts_of_uneven_or_mixed_ranks_are_refused(monkeypatch, where):
+    launched(monkeypatch, agent=1, agents=2, ranks=4, **where)
+    spec = parse_spec(changed(SFT, {"parallel": {"ranks": 4}}))
+    with pytest.raises(
+        SpecError, match=rf"agent 1 of 2 has {where['of_agent']} of 4 ranks, .*; start as many with each"
+    ):
+        as_launched(spec)
+    assert as_launched(parse_spec(changed(SFT, {"parallel": {"ranks": 4, "hosts": 1}}))).parallel.hosts == 1
+
+
+def test_another_number_of_ranks_leaves_hosts_out_that_were_not_said():
+    spec = parse_spec(changed(SFT, {"parallel": {"ranks": 4, "hosts": 2, "shares": 4}}))
+    assert on_ranks(spec, 4) is spec
+    assert on_ranks(spec, 4, 2) is spec
+    assert on_ranks(spec, 1).parallel.hosts == 0
+    assert (on_ranks(spec, 4, 4).parallel.hosts, on_ranks(spec, 4, 4).parallel.shares) == (4, 4)
 
 
 def test_more_ranks_than_shares_are_refused_where_shares_were_said():

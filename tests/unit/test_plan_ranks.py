@@ -99,6 +99,15 @@ def test_ranks_hold_all_rows_once(ranks):
     assert spread == pytest.approx((4 + 8 + 4 + 20) * (every[0] - every[-1]) / GIB)
 
 
+def test_hosts_hold_the_same_rows_each():
+    parallel = {"ranks": 4, "hosts": 2}
+    two, four = (plan_run(sft({"preset": "tiny"}, ranks), gpu="cpu", row_tokens=64) for ranks in (2, 4))
+    apart = plan_run(sft({"preset": "tiny"}, 4, parallel=parallel), gpu="cpu", row_tokens=64)
+    assert part(apart, "weights") == part(two, "weights") > part(four, "weights")
+    assert part(apart, "optimizer") == part(two, "optimizer") > part(four, "optimizer")
+    assert apart.times.ranks_s is None  # the link between hosts is not known
+
+
 def test_adapters_are_whole_on_every_rank_and_the_base_is_by_rows(tmp_path):
     model = {"path": checkpoint(tmp_path, "qwen3-1.7b"), "lora": {"rank": 16}}
     bf16 = {"weights": "bfloat16"}

@@ -6,9 +6,11 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import optimizers, training
+from tandem.io.shared_directory import why_unseen
 from tandem.protocols import Trainer
 from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
@@ -53,6 +55,7 @@ def policy_by_rows(
     import torch
 
     from tandem.model.cast_precision import narrow
+    from tandem.model.hosts import Hosts
     from tandem.model.load_rows import opened_model
     from tandem.model.rows import Rows, RowsPolicy
     from tandem.train.crew_policy import CrewPolicy
@@ -69,7 +72,8 @@ def policy_by_rows(
             module, rows_of = stack.enter_context(files)
         elif first != torch.float32:
             narrow(module, torch.device("cpu"), None)
-        rows = Rows(crew.rank, crew.ranks, crew.device, tree=tree, tick=crew.tick)
+        hosts = Hosts(crew.rank, crew.ranks, crew.shards, crew.device, crew.timeout)
+        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick)
         adopt = master.adopt if narrowed and not options["lora"] else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)
     return CrewPolicy(crew, policy)
@@ -93,8 +97,18 @@ def lead(spec: RunSpec, store: Any, *, local_rank: int, local_ranks: int, childr
     return crew
 
 
-def follow(store: Any, rank: int, ranks: int, spec: RunSpec, *, local_rank: int, local_ranks: int) -> None:
-    """Meet the other ranks as one of them, and do what rank 0 orders until the run has ended."""
+def follow(
+    store: Any,
+    rank: int,
+    ranks: int,
+    spec: RunSpec,
+    *,
+    local_rank: int,
+    local_ranks: int,
+    directory: Path | None = None,
+) -> None:
+    """Meet the other ranks as one of them, and do what rank 0 orders until the run has ended. `directory`: the run's,
+    as this rank's own command line names it."""
     import signal
 
     from tandem.train.crew import Crew
@@ -114,7 +128,7 @@ def follow(store: Any, rank: int, ranks: int, spec: RunSpec, *, local_rank: int,
     device = device_of(spec, local_rank, local_ranks)
     crew = Crew(store, rank, ranks, device=device, deadline_s=spec.parallel.deadline_s)
     met.append(crew)
-    member = Member(crew)
+    member = Member(crew, directory)
     crew.handle("begin", member.begin)
     try:
         crew.follow()
@@ -133,7 +147,7 @@ def rank_files(crew: Crew, spec: RlSpec) -> RankFiles:
     """Return this rank's end of versions that travel as files."""
     from tandem.bridge.files.rank_files import RankFiles
 
-    return RankFiles(crew, spec.sync.bridge, _num_shards(spec))
+    return RankFiles(crew, spec.sync.bridge, crew.shards)
 
 
 def _rank_sender(crew: Crew, spec: RlSpec) -> Callable[[Mapping[str, Any], Weights], object]:
@@ -148,24 +162,26 @@ def _rank_sender(crew: Crew, spec: RlSpec) -> Callable[[Mapping[str, Any], Weigh
     return RankSender(crew.rank, crew.device).send
 
 
-def _num_shards(spec: RlSpec) -> int:
-    """Return into how many runs of rows each tensor is cut."""
-    return spec.parallel.ranks // spec.parallel.hosts
-
-
 class Member:
     """One rank. Its handlers build the same as the other ranks' build."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, crew: Crew, directory: Path | None = None) -> None:
+        self._crew, self._directory = crew, directory
         self._sender: Callable[[Mapping[str, Any], Weights], object] | None = None
 
     def begin(self, spec: dict[str, Any]) -> None:
         self._spec = parse_spec(spec)
+        self._crew.shards = self._spec.parallel.row_shards
         training.settle_torch(self._spec)
+        self._crew.handle("see", self._see)
         self._crew.handle("model", self._model)
         self._crew.handle("trainer", self._trainer)
         self._crew.handle("send", self._send)  # on rank 0 its bridge takes this order over
+
+    def _see(self, path: str, token: str) -> str:
+        """Return why this rank does not see the run's directory, by rank 0's path and by its own; empty if it does."""
+        paths = [Path(path), *filter(None, [self._directory])]
+        return next(filter(None, (why_unseen(each, token, self._crew.tick) for each in paths)), "")
 
     def _model(self, max_context: int) -> training.BuiltModel | None:
         spec = self._spec
@@ -202,7 +218,8 @@ class Member:
 
         if rows.held_by_all:
             return None
-        return RankGroup(rows.rank, rows.ranks, self._crew.device, rows.mesh.get_group(), self._crew.tick)
+        hosts = rows.hosts
+        return RankGroup(hosts.shard, hosts.shards, self._crew.device, hosts.mesh.get_group(), self._crew.tick)
 
     def _send(self, link: dict[str, Any]) -> None:
         """Send this rank's rows when rank 0 sends its own. That may take as long as `sync.deadline_s`."""

@@ -83,11 +83,11 @@ def train(
     with exits_by_class():
         checked = as_launched(checked)
         if is_follower():
-            follow(checked)
+            follow(checked, run_dir)
             return
         with leading():
             if go_on and run_dir is not None and (run_dir / "spec.toml").exists():
-                resume(run_dir, ranks=checked.parallel.ranks)
+                resume(run_dir, ranks=checked.parallel.ranks, hosts=checked.parallel.hosts)
             else:
                 run(checked, run_dir, rehearse=rehearse)
 

@@ -2,7 +2,8 @@
 
 Each decoder layer is a unit, and the rest of the module (embeddings, norm, head: tied weights are in one unit) another.
 A unit's weights are gathered before they are read and freed after it; gradients go to the ranks that hold the rows.
-Adapters (layout `whole`) are on every rank, and their gradients are summed in the same order.
+Adapters (layout `whole`) are on every rank, and their gradients are summed in the same order. On several hosts
+(hosts.py) all of that happens within each host, and then the sums of hosts are added.
 
 Everything of FSDP2 that torch calls private is used in this file alone:
 
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
@@ -31,6 +31,7 @@ from tandem.errors import SpecError, SyncError
 from tandem.model import served_weights
 from tandem.model.export_copy import Deployer
 from tandem.model.export_rows import MergedExport, RowDeployer
+from tandem.model.hosts import Hosts
 from tandem.model.load_rows import RowsOf
 from tandem.model.policy import CausalPolicy, Inside
 from tandem.ops.lm_head import Head
@@ -54,24 +55,23 @@ class Local(NamedTuple):
 class Rows:
     """The rows of one module on this rank. `tree` adds the parts of ranks; `tick` is called as work goes on."""
 
-    def __init__(
-        self, rank: int, ranks: int, device: torch.device, *, tree: Tree, tick: Callable[[], None], mesh: Any = None
-    ) -> None:
-        self.rank, self.ranks, self.device = rank, ranks, device
-        self.mesh = mesh or init_device_mesh(device.type, (ranks,))
+    def __init__(self, hosts: Hosts, device: torch.device, *, tree: Tree, tick: Callable[[], None]) -> None:
+        self.rank, self.hosts, self.device = hosts.rank, hosts, device
         self._tree, self._tick = tree, tick
         self._module: Any = None
         self._units: list[Any] = []
         self._sums: list[_OrderedSum] = []
         self._names: dict[int, str] = {}
-        self._present: list[bool] = [True] * ranks
+        self._present: list[bool] = []
+        """Which ranks of this host have a micro-batch."""
+        self._hosts_present: list[bool] = []
         self.local: list[Local] = []
         self.whole: list[tuple[str, Tensor]] = []
         """What is trained and on every rank."""
 
     def another(self) -> Rows:
         """For a second module on the same ranks."""
-        return Rows(self.rank, self.ranks, self.device, tree=self._tree, tick=self._tick, mesh=self.mesh)
+        return Rows(self.hosts, self.device, tree=self._tree, tick=self._tick)
 
     def shard(self, module: Any, values: Callable[[str, int, int], Tensor]) -> Inside:
         """`module` has its parameters on the meta device, adapters and buffers apart. `values(name, from, to)` gives
@@ -81,8 +81,10 @@ class Rows:
             each.data = each.data.to(self.device)
         self.whole = [(name, each) for name, each in module.named_parameters() if each in whole]
         options: dict[str, Any] = {
-            "mesh": self.mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32), "ignored_params": whole,
-        }  # fmt: skip
+            "mesh": self.hosts.mesh,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            "ignored_params": whole,
+        }
         self._units = [*_layers(module), module]
         for unit in self._units[:-1]:
             fully_shard(unit, **options)
@@ -94,6 +96,8 @@ class Rows:
             unit.set_custom_reduce_scatter(self._sums[-1])
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+            if self.hosts.count > 1:
+                unit.set_all_reduce_hook(self._sums[-1].between_hosts)
         self._fill(module, values)
         setattr(module, _INSIDE, types.MethodType(_call, module))
         register_fsdp_forward_method(module, _INSIDE)
@@ -114,7 +118,9 @@ class Rows:
 
     def begin(self, present: Sequence[bool]) -> None:
         self._tick()
-        self._present = list(present)
+        of_hosts = self.hosts.apart(present)
+        self._present = of_hosts[self.hosts.number]
+        self._hosts_present = [any(each) for each in of_hosts]
         for each in self._sums:
             each.kept = None
 
@@ -137,17 +143,24 @@ class Rows:
         return bool(self.whole)
 
     def added(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks that have a micro-batch. The parts are overwritten."""
-        return self._tree([part for part, there in zip(parts, self._present, strict=True) if there])
+        """The sum over the ranks of this host that have a micro-batch. The parts are overwritten."""
+        there = [part for part, is_there in zip(parts, self._present, strict=True) if is_there]
+        return self._tree(there) if there else torch.zeros_like(parts[0])
+
+    def add_hosts(self, of_this_host: Tensor) -> None:
+        """Replace this host's sum by the sum over the hosts that have a micro-batch."""
+        self._tick()
+        self.hosts.add_up(of_this_host, self._hosts_present, self._tree)
 
     def _sum_of_whole(self) -> dict[str, Tensor]:
         gradients = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for _, tensor in self.whole]
         flat = torch.cat([gradient.float().flatten() for gradient in gradients])
         for _, tensor in self.whole:
             tensor.grad = None
-        received = flat.new_empty(self.ranks, flat.numel())
-        dist.all_gather_into_tensor(received.view(-1), flat, group=self.mesh.get_group())
+        received = flat.new_empty(self.hosts.shards, flat.numel())
+        dist.all_gather_into_tensor(received.view(-1), flat, group=self.hosts.mesh.get_group())
         total = self.added(list(received))
+        self.add_hosts(total)
         pieces = total.split([tensor.numel() for _, tensor in self.whole])
         return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(self.whole, pieces, strict=True)}
 
@@ -177,7 +190,7 @@ class Rows:
                 continue
             self._names[id(parameter)] = name
             shape = tuple(parameter.shape)
-            top, bottom = rows_of(shape[0], self.rank, self.ranks)
+            top, bottom = rows_of(shape[0], self.hosts.shard, self.hosts.shards)
             local = parameter.to_local().detach()
             assert local.shape[0] == bottom - top, f"FSDP2 cuts '{name}' otherwise than ops/parts.py"
             if bottom > top:
@@ -208,6 +221,11 @@ class _OrderedSum(ReduceScatter):
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.copy_(self._rows.added(list(received.view(group.size(), -1))))
+        self.kept = output_tensor
+
+    def between_hosts(self, output_tensor: Tensor) -> None:
+        """FSDP2 calls it with the sum of this host; with one rank on a host, without having called the above."""
+        self._rows.add_hosts(output_tensor)
         self.kept = output_tensor
 
 
@@ -357,6 +375,10 @@ class RowsPolicy(CausalPolicy):
             whole = self.rows.whole if self.rows.rank == 0 else []
             return [Part(name, tensor.detach(), 0, 0, tuple(tensor.shape)) for name, tensor in whole]
         return [Part(each.name, each.tensor, each.row_start, 0, each.full_shape) for each in self.rows.local]
+
+    def written_parts(self) -> list[Part]:
+        """What this rank writes of them. Rows that every host holds are written by the first."""
+        return self.trained_parts() if self.rows.hosts.number == 0 else []
 
     def weights(self, version: int, kind: WeightKind) -> Weights:
         if kind == "adapter":

@@ -83,17 +83,17 @@ def _refuse_missing(spec: RunSpec) -> None:
 
 
 def resume(
-    directory: str | Path, *, take_over: bool = False, view: LiveView | None = None, ranks: int = 0
+    directory: str | Path, *, take_over: bool = False, view: LiveView | None = None, ranks: int = 0, hosts: int = 0
 ) -> Mapping[str, Any]:
     """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
     is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: train
-    on so many; 0: as before."""
+    on so many, on `hosts` hosts; 0: as before."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
-            spec = on_ranks(spec, ranks or spec.parallel.ranks)
+            spec = on_ranks(spec, ranks or spec.parallel.ranks, hosts)
             environment = _environment(spec)
             return _run(spec, lease, directory, environment, view).status
         try:
@@ -249,7 +249,8 @@ async def _train(
     run.event("load")
     if crew is not None:
         run.event("ranks", ranks=crew.ranks, hosts=crew.hosts)
-        run.view.say(f"   {crew.ranks} ranks, on {', '.join(dict.fromkeys(crew.hosts))}; their logs are in ranks/")
+        logs = "; their logs are in ranks/" if (run.directory / "ranks").exists() else ""
+        run.view.say(f"   {crew.ranks} ranks, on {', '.join(dict.fromkeys(crew.hosts))}{logs}")
     if isinstance(spec, SftSpec):
         await train_sft(spec, run, checkpointer, crew)
         return
@@ -303,4 +304,5 @@ def _signals_end(checkpointer: RunCheckpointer) -> Iterator[None]:
         for timer in timers:
             timer.cancel()
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is stop:  # after a rank was lost, SIGTERM is ignored
+                signal.signal(number, handler)

@@ -1,22 +1,26 @@
 """The ranks of a run: `parallel.ranks` processes, of which this one is rank 0, the run itself.
 
-On one host this process starts the others. Under torchrun they are there: each runs the same command line.
+On one host this process starts the others. Under torchrun they are there, on other hosts, too: each runs the same
+command line, and all must see the run's directory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.errors import RankLost
-from tandem.runs.rank_processes import RankProcesses, given_by_launcher, loopback_only
+from tandem.errors import RankLost, SpecError
+from tandem.io.shared_directory import token_in
+from tandem.runs.rank_processes import RankProcesses, given_by_launcher, hosts_by_launcher, loopback_only
 from tandem.spec.load import parse_spec
-from tandem.spec.run import RunSpec
+from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.sync import BroadcastSync
 
 
 class Crew(Protocol):
@@ -24,6 +28,9 @@ class Crew(Protocol):
 
     @property
     def broken(self) -> str: ...  # which rank is lost and why; empty while none is
+    @property
+    def hosts(self) -> list[str]: ...  # the name of each rank's host
+    def order(self, name: str, **what: Any) -> list[Any]: ...
     def close(self) -> None: ...  # lets the other ranks go
 
 
@@ -31,25 +38,27 @@ _LAUNCHER = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOOK_S = 0.2
 _SETTLE_S = 1.0
 
 
 def as_launched(spec: RunSpec) -> RunSpec:
-    """Return the spec with as many ranks as a launcher has started, if one has. `shares` stay what they were: on fewer
-    ranks, a run goes on to the same bytes."""
+    """Return the spec with as many ranks and hosts as a launcher has started, if one has. `shares` stay what they were:
+    on fewer ranks, a run goes on to the same bytes."""
     given = given_by_launcher()
-    return spec if given is None else on_ranks(spec, given[1])
+    return spec if given is None else on_ranks(spec, given[1], hosts_by_launcher(spec.parallel.hosts))
 
 
-def on_ranks(spec: RunSpec, ranks: int) -> RunSpec:
-    """Return the spec with another number of ranks, checked again. A run of several ranks keeps its shares."""
-    if ranks == spec.parallel.ranks:
+def on_ranks(spec: RunSpec, ranks: int, hosts: int = 0) -> RunSpec:
+    """Return the spec with another number of ranks and hosts, checked again. A run of several ranks keeps its shares.
+    `hosts` = 0: as before, and with another number of ranks left out."""
+    if ranks == spec.parallel.ranks and hosts in (0, spec.parallel.hosts):
         return spec
     shares = spec.parallel.shares
     if not shares and spec.parallel.ranks > 1:
         shares = max(spec.parallel.ranks, ranks)
-    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": shares}
+    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "hosts": hosts, "shares": shares}
     return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
 
 
@@ -71,13 +80,14 @@ def leading() -> Iterator[None]:
             build.call_off(_given_store())
 
 
-def follow(spec: RunSpec) -> None:
-    """Be another rank than 0, as the launcher's variables say, until rank 0 ends the run."""
+def follow(spec: RunSpec, directory: Path | None = None) -> None:
+    """Be another rank than 0, as the launcher's variables say, until rank 0 ends the run. `directory`: the run's, if
+    the command line of this rank names it."""
     from tandem.build import crew as build
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_ranks = _local()
-    build.follow(_given_store(), rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks)
+    build.follow(_given_store(), rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks, directory=directory)
 
 
 @contextmanager
@@ -99,12 +109,41 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
         local_rank, local_ranks = _local() if processes is None else (0, spec.parallel.ranks)
         crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
         _hide_launcher()
+        if processes is None:
+            refuse_unreachable(crew, spec)
+            refuse_unseen(crew, directory)
         yield crew
     finally:
+        if crew is not None and crew.broken and processes is None:
+            # The launcher sends SIGTERM once a rank has ended. This one ends, too, and first says which rank was lost.
+            with suppress(ValueError):  # another thread than the main one
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if crew is not None:
             crew.close()
         if processes is not None:
             processes.close(grace_s=0.0 if crew is None or crew.broken else 10.0)
+
+
+def refuse_unreachable(crew: Crew, spec: RunSpec) -> None:
+    """SpecError where ranks of other hosts send weights and are told an address that leads to themselves."""
+    away = next((rank for rank, host in enumerate(crew.hosts) if host != crew.hosts[0]), 0)
+    if away and isinstance(spec, RlSpec) and isinstance(spec.sync, BroadcastSync) and spec.sync.host in _LOOPBACK:
+        raise SpecError(
+            f"sync.host = '{spec.sync.host}': rank {away} on host {crew.hosts[away]} cannot reach rank 0 by it; set "
+            f"sync.host to an address of {crew.hosts[0]} that the other hosts reach"
+        )
+
+
+def refuse_unseen(crew: Crew, directory: Path) -> None:
+    """SpecError unless the ranks of all hosts see the run's directory: each of them writes into it."""
+    with token_in(directory) as token:
+        answers = crew.order("see", path=str(directory.absolute()), token=token)
+    for rank, why in enumerate(answers):
+        if why:
+            raise SpecError(
+                f"--run-dir {directory}: rank {rank} on host {crew.hosts[rank]} does not see it: {why}; name a "
+                "directory that all hosts share, by the same absolute path in every command line"
+            )
 
 
 async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tandem.errors import SpecError
 from tandem.io.child_process import Child
 
 _LOOPBACK = "127.0.0.1"
@@ -21,6 +22,28 @@ def given_by_launcher() -> tuple[int, int] | None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or "MASTER_ADDR" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def hosts_by_launcher(stated: int) -> int:
+    """Return how many hosts each hold all rows, where a launcher started this process. `stated`: parallel.hosts; 0 is
+    as many as the launcher has agents. SpecError if agents do not fit, which all ranks find out by themselves."""
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    of_agent = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    agents = int(os.environ.get("GROUP_WORLD_SIZE", ranks // of_agent))
+    agent = int(os.environ.get("GROUP_RANK", rank // of_agent))
+    if stated == 1:
+        return 1
+    if stated not in (0, agents):
+        raise SpecError(
+            f"parallel.hosts = {stated}: the launcher has {agents} agent{'s' * (agents > 1)}, each on its host; leave "
+            "hosts out, or set hosts = 1, which cuts rows over all ranks"
+        )
+    if agents * of_agent != ranks or rank // of_agent != agent:
+        raise SpecError(
+            f"parallel.hosts = {stated or agents}: agent {agent} of {agents} has {of_agent} of {ranks} ranks, and "
+            "every host needs equally many, numbered in a row; start as many with each agent, or set hosts = 1"
+        )
+    return agents
 
 
 class RankProcesses:

@@ -23,8 +23,9 @@ class ParallelSpec(Spec):
     layout: Literal["auto", "rows", "whole"] = "auto"
     """rows: each rank holds its rows of every tensor. whole: each rank holds all trained tensors; the frozen base of an
     adapter is held by rows. auto: whole with [model.lora], otherwise rows."""
-    hosts: int = Field(default=1, ge=1, le=128)
-    """Hosts of the trainer. Rows stay within a host; gradients are summed between hosts."""
+    hosts: int = Field(default=0, ge=0, le=128)
+    """Each host holds every row once, on its own ranks, and gradients are summed between hosts. 1: rows are cut over
+    all ranks. 0: as many as torchrun has agents, and 1 without torchrun."""
     deadline_s: float = Field(default=120.0, gt=0)
     """Most seconds that a rank may take to answer an order, beyond what the step itself takes."""
 
@@ -32,6 +33,11 @@ class ParallelSpec(Spec):
     def num_shares(self) -> int:
         """Return `shares`, or its default."""
         return self.shares or self.ranks
+
+    @property
+    def row_shards(self) -> int:
+        """Return into how many runs of rows a tensor is cut. Ranks that are so far apart hold the same rows."""
+        return self.ranks // (self.hosts or 1)
 
 
 def check_parallel(
@@ -41,6 +47,11 @@ def check_parallel(
 ) -> None:
     """Raise ValueError for what does not go with several ranks, before anything is loaded."""
     ranks = parallel.ranks
+    if ranks % (parallel.hosts or 1):
+        raise ValueError(
+            f"parallel.hosts = {parallel.hosts}: does not divide parallel.ranks = {ranks}, and every host has equally "
+            "many ranks; set hosts to a divisor of ranks, or leave it out"
+        )
     if ranks > 1 and parallel.num_shares < ranks:
         raise ValueError(
             f"parallel.shares = {parallel.shares}: fewer micro-batches than parallel.ranks = {ranks} leave ranks "
@@ -55,11 +66,6 @@ def check_parallel(
                 )
     if ranks == 1:
         return
-    if parallel.hosts > 1:
-        raise ValueError(
-            f"parallel.hosts = {parallel.hosts}: sums between hosts are not there yet; set hosts = 1, and start the "
-            "ranks of all hosts with torchrun: rows are then cut over all of them"
-        )
     if parallel.layout == "whole" and model.lora is None:
         raise ValueError(
             "parallel.layout = 'whole': is for adapters, and every weight is trained; add [model.lora], or "

@@ -82,6 +82,10 @@ class Crew:
         """Wait until all ranks are there. `deadline_s`: of a rank that shows no life, or no progress in an order."""
         self.rank, self.ranks, self.device = rank, ranks, device
         self.host = socket.gethostname()
+        self.timeout = timedelta(seconds=deadline_s)
+        self.shards = ranks
+        """Into how many runs of rows tensors are cut: ranks that are so far apart hold the same rows. Rank 0's spec
+        says it, at `begin`."""
         self._deadline_s, self._children = deadline_s, children
         self._handlers: dict[str, Handler] = {}
         self._ordering = threading.Lock()
@@ -105,7 +109,7 @@ class Crew:
         watcher.all_there = True
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=deadline_s),
+            backend, store=store, rank=rank, world_size=ranks, timeout=self.timeout,
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
         self.group: Any = dist.group.WORLD

@@ -91,13 +91,13 @@ class CrewPolicy:
             write_as_made(self._crew, Path(path), self.inner.merged_export())
             return
         deployer = self.inner.row_deployer()
-        parts = deployer.files(self.inner.trained_parts(), self._crew.rank)
+        parts = deployer.files(self.inner.written_parts(), self._crew.rank)
         write_together(self._crew, Path(path), {file: Held(those, {"format": "pt"}) for file, those in parts.items()})
         if self._crew.rank == 0:
             deployer.write_companions(Path(path))
 
     def _do_write_trained(self, path: str) -> None:
-        write_together(self._crew, Path(path), {_TRAINED: Held(self.inner.trained_parts())})
+        write_together(self._crew, Path(path), {_TRAINED: Held(self.inner.written_parts())})
 
     @torch.no_grad()
     def _do_load_trained(self, path: str) -> None:

@@ -83,15 +83,13 @@ class CrewTrainer(TreeTrainer):
             for rank, is_there in enumerate(there)
             if is_there
         ]
-        steps = sum(answer["steps"] for answer in (answers[:1] if self._held_by_all else answers))
+        steps = sum(answer["steps"] for answer in self._counted(answers))
         metrics, scale = self._decided(batch, reports, norm_of(steps, answers[0]["largest"]))
         memory = self._memory.metrics(size_bytes(self._gradients.values()), len(rounds))
         moved = crew.order("update", lr=lr, scale=scale, version=self.version + (scale >= 0))
         if scale < 0:
             return None
-        sums = [
-            math.fsum(each) for each in zip(*(moved[:1] if self._held_by_all else filter(None, moved)), strict=True)
-        ]
+        sums = [math.fsum(each) for each in zip(*filter(None, self._counted(moved)), strict=True)]
         costs = [balance.cost(*micro.ids_BT.shape) for micro in batch.micro]
         spread = {"parallel/imbalance": balance.imbalance(costs, crew.ranks)}
         return {**metrics, **memory, **self._moved(sums), **spread}
@@ -126,6 +124,10 @@ class CrewTrainer(TreeTrainer):
             self.version = version
         return sums
 
+    def _counted(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """Return the answers of ranks that together hold every row once."""
+        return answers[: 1 if self._held_by_all else self._crew.shards]
+
     def _check_version(self, version: int) -> None:
         if version != self.version:
             raise RanksDiverged(f"rank {self._crew.rank} has version {self.version}, and rank 0 has {version}")
@@ -140,19 +142,24 @@ class CrewTrainer(TreeTrainer):
     def fingerprints(self) -> dict[str, str]:
         """The digests of whole tensors, of the rows that each rank holds. RanksDiverged if ranks that must hold the
         same do not."""
-        answers = self._crew.order("fingerprint")
-        compare_replicas([{"version": str(answer["version"]), **answer["replicas"]} for answer in answers])
-        rows = ((name, int(number)) for answer in answers for name, number in answer["parts"].items())
-        return {name: digest.text(number) for name, number in digest.combine(rows).items()}
+        answers = list(enumerate(self._crew.order("fingerprint")))
+        shards = self._crew.shards
+        compare_replicas({rank: {"version": str(each["version"]), **each["replicas"]} for rank, each in answers})
+        for shard in range(shards):
+            compare_replicas({rank: each["rows"] for rank, each in answers[shard::shards]})
+        of_once = [answers[0][1]["replicas"], *(each["rows"] for _, each in answers[:shards])]
+        numbers = ((name, int(number)) for each in of_once for name, number in each.items())
+        return {name: digest.text(number) for name, number in digest.combine(numbers).items()}
 
     def _do_fingerprint(self) -> dict[str, Any]:
-        parts = [(part.name, part.tensor, part.row_start, part.col_start) for part in self._ours.parts()]
-        replicas = [(name, tensor, 0, 0) for name, tensor in self._ours.replicas()]
-        numbers = digest.pieces([*parts, *replicas])
+        replicas = {name: (name, tensor, 0, 0) for name, tensor in self._ours.replicas()}
+        parts = (part for part in self._ours.parts() if part.name not in replicas)
+        rows = {part.name: (part.name, part.tensor, part.row_start, part.col_start) for part in parts}
+        numbers = list(map(str, digest.pieces([*rows.values(), *replicas.values()])))
         return {
             "version": self.version,
-            "parts": dict(zip([part[0] for part in parts], map(str, numbers), strict=False)),
-            "replicas": dict(zip([each[0] for each in replicas], map(str, numbers[len(parts) :]), strict=True)),
+            "rows": dict(zip(rows, numbers, strict=False)),
+            "replicas": dict(zip(replicas, numbers[len(rows) :], strict=True)),
         }
 
     def score(self, ids: Sequence[int], first: int) -> list[float]:
@@ -186,7 +193,10 @@ class CrewTrainer(TreeTrainer):
         return self._snapshot(deploy=True)
 
     def local_parts(self) -> dict[str, list[Part]]:
-        """What this rank writes of `weights` and of `optimizer`. What all ranks hold is rank 0's."""
+        """What this rank writes of `weights` and of `optimizer`. What all ranks hold is rank 0's, and rows that every
+        host holds are the first host's."""
+        if self._crew.rank >= self._crew.shards:
+            return {"weights": [], "optimizer": []}
         mine = self._crew.rank == 0
         return {
             file: [part for part in parts if mine or tuple(part.tensor.shape) != part.full_shape]
@@ -214,6 +224,8 @@ class CrewTrainer(TreeTrainer):
 
     def _snapshot(self, *, deploy: bool) -> Callable[[Path], None]:
         """Every rank copies what it holds; what is returned has all of them write."""
+        if self._crew.shards < self._crew.ranks:
+            self.fingerprints()  # the first host writes for all
         self._saves += 1
         number, clock = self._saves, self._clock()
         self._crew.order("snapshot", number=number, deploy=deploy)
@@ -282,18 +294,26 @@ class CrewTrainer(TreeTrainer):
                 raise CheckpointError(f"{what}: {error}") from error
 
 
-def compare_replicas(answers: Sequence[Mapping[str, str]]) -> None:
-    """RanksDiverged, with the tensor and the ranks, where ranks hold different values of what all hold."""
-    names = {name for answer in answers for name in answer}
+def compare_replicas(answers: Mapping[int, Mapping[str, str]]) -> None:
+    """RanksDiverged, with the tensor and the ranks, where these ranks hold different values of what all of them hold.
+    `answers`: of each rank."""
+    names = {name for answer in answers.values() for name in answer}
     for name in sorted(names):
-        values = [answer.get(name, "") for answer in answers]
+        values = [answer.get(name, "") for answer in answers.values()]
         if len(set(values)) > 1:
             usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
-            odd = [rank for rank, value in enumerate(values) if value != usual]
-            raise RanksDiverged(
-                f"'{name}' differs on rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} from the other ranks: all "
-                "must hold the same; the run ends before an engine is given either"
+            odd, others = (
+                [str(rank) for rank, value in zip(answers, values, strict=True) if (value == usual) is same]
+                for same in (False, True)
             )
+            raise RanksDiverged(
+                f"'{name}' differs on {_ranks(odd)} from {_ranks(others)}: all of them must hold the same; the run "
+                "ends before an engine is given either, or a checkpoint is written; go on from the last checkpoint"
+            )
+
+
+def _ranks(numbers: Sequence[str]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def _is_by_rows(tensor: Tensor, part: Part) -> bool:

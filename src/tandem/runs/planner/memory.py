@@ -54,7 +54,7 @@ def needed_gib(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, o
 
 
 def all_ranks(spec: RunSpec) -> list[Rank]:
-    return [Rank(number, spec.parallel.ranks) for number in range(spec.parallel.ranks)]
+    return [Rank.of(spec.parallel, number) for number in range(spec.parallel.ranks)]
 
 
 def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank: Rank = ALONE) -> list[Phase]:
@@ -377,7 +377,7 @@ def largest_cache_gib(spec: RunSpec, shape: ModelShape, machine: Machine) -> flo
     """For keys and values beside all that is there between training steps."""
     width = width_of(spec.precision)
     rest = machine.limit_gib
-    for rank in [Rank(0, spec.parallel.ranks)] if machine.on_gpu else all_ranks(spec):
+    for rank in [Rank.of(spec.parallel, 0)] if machine.on_gpu else all_ranks(spec):
         rest -= machine.context_gib + sum(_always(spec, shape, spec.train, machine, rank).values())
     own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)
     return max(0.0, rest - (shape.total * width / _GIB + machine.context_gib if own else 0.0))

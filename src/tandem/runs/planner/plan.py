@@ -175,7 +175,7 @@ def _enough_ranks(
         gib = needed_gib(on_ranks, shape, work, target)
         if gib <= target.limit_gib:
             return {count: gib}, ""
-        worst = max(phases(on_ranks, shape, work, target, Rank(0, count)), key=lambda phase: phase.peak_gib)
+        worst = max(phases(on_ranks, shape, work, target, Rank.of(on_ranks.parallel, 0)), key=lambda phase: phase.peak_gib)
     assert worst is not None
     part, gib = max(worst.parts.items(), key=lambda each: each[1])
     whole = "every rank has all of it" if part in _OF_EVERY_RANK else "each rank has its rows of it"
@@ -187,7 +187,8 @@ def _enough_ranks(
 def with_ranks(spec: RunSpec, ranks: int) -> RunSpec:
     """Return the spec with another number of ranks, checked again. SpecError if it cannot be."""
     shares = max(spec.parallel.shares, ranks) if spec.parallel.shares else 0
-    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": shares}
+    hosts = 0 if ranks % (spec.parallel.hosts or 1) else spec.parallel.hosts
+    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": shares, "hosts": hosts}
     return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
 
 

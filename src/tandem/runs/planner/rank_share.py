@@ -8,6 +8,7 @@ from math import prod
 
 from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.ops.parts import rows_of
+from tandem.spec.parallel import ParallelSpec
 
 _TOGETHER = 2
 """Layers whose weights are whole at once: the one at work, and the next one, which is gathered meanwhile."""
@@ -19,6 +20,12 @@ class Rank:
 
     number: int = 0
     count: int = 1
+    shards: int = 1
+    """Into how many runs of rows a tensor is cut; ranks that are so far apart hold the same rows."""
+
+    @classmethod
+    def of(cls, parallel: ParallelSpec, number: int) -> Rank:
+        return cls(number, parallel.ranks, parallel.row_shards)
 
     @property
     def leads(self) -> bool:
@@ -26,7 +33,7 @@ class Rank:
         return self.number == 0
 
     def rows(self, dims: Dims) -> Dims:
-        top, bottom = rows_of(dims[0], self.number, self.count)
+        top, bottom = rows_of(dims[0], self.number % self.shards, self.shards)
         return (bottom - top, *dims[1:])
 
     def numbers(self, tensors: Iterable[Dims]) -> int:

@@ -101,7 +101,7 @@ def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine
     passed = layer_bytes(shape, how) * shape.layers * work.step_tokens
     micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro.tokens, stage.micro_tokens))))
     launches = micro * shape.layers * (_LORA_LAUNCHES if lora else 1) * (1 + _AGAIN.get(kept, 0) / 3)
-    updated = adapter_numbers(shape, lora) if lora else Rank(0, spec.parallel.ranks).held(shape)
+    updated = adapter_numbers(shape, lora) if lora else Rank.of(spec.parallel, 0).held(shape)
     return (
         products / machine.train_flops
         + pairs / machine.attention_flops
@@ -139,7 +139,7 @@ def _ranks_s(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> 
     ranks, width, lora = spec.parallel.ranks, width_of(spec.precision), spec.model.lora
     if ranks == 1:
         return 0.0
-    if not machine.link_gb_s or ranks > _ON_ONE_HOST:
+    if not machine.link_gb_s or ranks > min(_ON_ONE_HOST, spec.parallel.row_shards):
         return None
     layers = layer_numbers(shape) * shape.layers
     gathered = width * (2 * layers + root_numbers(shape))
