@@ -126,7 +126,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
 
 
 def _elsewhere(spec: RlSpec) -> bool:
-    """Return whether the run uses an engine that it does not own; a rehearsal must not change that one's weights."""
+    """Return whether the run uses an engine that it does not own; a rehearsal must not change that engine's weights."""
     return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
 
 
