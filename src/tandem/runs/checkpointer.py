@@ -221,7 +221,7 @@ class RunCheckpointer:
         if self._failures >= self.spec.max_failures:
             raise CheckpointUnsaved(
                 f"checkpoint: {self._failures} saves in a row failed (checkpoint.max_failures); the last, of step "
-                f"{version}, with {type(error).__name__}: {error}; free space, then `tandem resume {self._run.directory}`"
+                f"{version}: {type(error).__name__}: {error}; free space, then `tandem resume {self._run.directory}`"
             ) from error
         return []
 

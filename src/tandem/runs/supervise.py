@@ -168,7 +168,7 @@ class Supervisor:
                 stage = sign.stage if sign is not None else "boot"
                 if sign is not None:
                     _ask_for_stacks(sign.process)
-                return f"no progress for {observer.quiet_s:.1f} s in stage {stage}; the stacks are in {STACKS}, if possible"
+                return f"no progress for {observer.quiet_s:.1f} s in stage {stage}; {STACKS} may have the stacks"
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
         return ""
