@@ -221,7 +221,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a companion missing": (lambda d: next(d.glob("*config.json")).unlink(), "is missing"),
     "no manifest": (lambda d: (d / "tandem.json").unlink(), "has no tandem.json"),
     "manifest cut": (lambda d: cut(d / "tandem.json"), "is not JSON"),
-    "manifest changed": (first_digest, "its checksum does not fit its content"),
+    "manifest changed": (first_digest, "its checksum does not match its content"),
     "manifest of bytes": (lambda d: (d / "tandem.json").write_bytes(b"\xff\xfe\xff"), "is not text"),
     "manifest of another program": (lambda d: (d / "tandem.json").write_text("{}"), "not of format 4"),
     "manifest that nests too deep": (lambda d: (d / "tandem.json").write_text("[" * 200_000), "is not JSON"),

@@ -85,7 +85,7 @@ def test_an_address_of_another_machine_cannot_be_listened_on():
 
 def test_another_service_is_none(tmp_path: Path):
     (tmp_path / "token").write_text("word")
-    with answering(lambda: (200, b"{}")) as url, pytest.raises(EngineLost, match="is no engine of"):
+    with answering(lambda: (200, b"{}")) as url, pytest.raises(EngineLost, match="is not an engine of"):
         asked(url, tmp_path / "token")
 
 

@@ -196,11 +196,11 @@ REFUSED: dict[str, tuple[Callable[[VllmScript, Path], None], str]] = {
     "it does not see the files": (no_config, "not taken: .*No adapter found.*--enable-lora"),
     "it says that it has it, and has not": (
         no_config_and_a_lie,
-        "and does not list it: several servers behind one URL",
+        "but does not list it: several servers behind one URL",
     ),
     "it cannot load adapters": (no_lora, "not taken: .*404 Not Found.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
     "it took another directory": (elsewhere, "is of '.*v-000001' there, not of '.*v-000002'"),
-    "it has it and cannot use it": (answers_nothing, "is loaded and answers nothing: .*cannot load the adapter"),
+    "it has it and cannot use it": (answers_nothing, "is loaded but does not answer: .*cannot load the adapter"),
 }
 
 
@@ -241,7 +241,7 @@ def test_files_that_are_not_what_was_sent_are_never_loaded(server: Running, fold
         changed = {**dict(sent.tensors()), NAME: torch.ones(4, 2)}
         for spoiled, match in (
             (Weights(2, "adapter", lambda: iter(changed.items()), expected=sent.expected, path=sent.path), "lora_B"),
-            (Weights(2, "adapter", lambda: iter(()), expected={}, path=sent.path), "the base alone would be served"),
+            (Weights(2, "adapter", lambda: iter(()), expected={}, path=sent.path), "only the base would be served"),
             (Weights(2, "adapter", sent.tensors, expected={}, path=sent.path), "is not what was sent"),
             (Weights(2, "adapter", sent.tensors, expected=sent.expected), "asked for version 2 as LoRA files"),
             (Weights(2, "full", sent.tensors, expected=sent.expected, path=sent.path), "got full weights"),
@@ -297,7 +297,7 @@ def test_weights_that_change_beneath_an_adapter_are_noticed(server: Running, fol
             return events
 
         server.script.events = spans
-        with pytest.raises(EngineError, match=r"the weights beneath 'tandem-.*' changed in the middle"):
+        with pytest.raises(EngineError, match=r"the weights of 'tandem-.*' changed in the middle"):
             await engine.generate([1], LONG)
 
     play(engine, scenario)
@@ -402,7 +402,7 @@ def test_a_server_that_was_started_again_is_lost_and_taken_back(server: Running,
         assert not losing.done()
         await asyncio.to_thread(server.stop)
         await asyncio.to_thread(server.start_anew)
-        with pytest.raises(EngineLost, match=r"does not exist.*started again, and has no adapter of ours"):
+        with pytest.raises(EngineLost, match=r"does not exist.*restarted, and its adapters are gone"):
             await engine.generate([1], LONG)
         await asyncio.wait_for(losing, 10)
         await engine.attach(folder)

@@ -104,7 +104,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
     try:
         for _ in range(2):  # twice, because the first one compiles
             if publisher is not None:
-                await publisher.hold(trainer)
+                await publisher.ensure_served(trainer)
                 await publisher.rest(trainer)
             started = time.perf_counter()
             metrics = trainer.step(training.batches(spec.train, model, algorithm)(groups, trainer.version))

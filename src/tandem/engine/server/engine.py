@@ -160,7 +160,7 @@ class ServerEngine:
     async def sleep(self) -> None:
         if self._pauses:
             if lent_bytes := await self._pause():
-                _log.info("the engine sleeps: %.2f GiB of GPU memory are the trainer's", lent_bytes / 2**30)
+                _log.info("the engine sleeps: %.2f GiB of GPU memory are free for the trainer", lent_bytes / 2**30)
             self._keep_renewing()
 
     async def wake(self) -> None:
