@@ -382,7 +382,7 @@ def test_an_adapter_is_not_put_on_another_base(theirs: str, mode: str, tmp_path:
     rig = Rig(mode, tmp_path, theirs=module)
 
     async def scenario() -> None:
-        words = (f"'{name}' differs", "another than the trainer's", "load the same model, in the same precision")
+        words = (f"'{name}' differs", "is not the trainer's", "load the same model, in the same precision")
         await rig.refused(SyncError, *words)
         assert rig.engine.version == -1
 

@@ -193,7 +193,7 @@ def answers_nothing(script: VllmScript, path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[VllmScript, Path], None], str]] = {
-    "it does not see the files": (no_config, "not taken: .*No adapter found.*--enable-lora"),
+    "it does not see the files": (no_config, "not loaded: .*No adapter found.*--enable-lora"),
     "it says that it has it, and has not": (
         no_config_and_a_lie,
         "but does not list it: several servers behind one URL",

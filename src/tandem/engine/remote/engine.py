@@ -299,7 +299,7 @@ class RemoteEngine:
         if status != 200:
             raise SyncError(
                 f"version {model.version} was not loaded: {told}; vLLM must be started with --enable-lora, "
-                "--max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and read the adapter's directory; the previous "
+                "--max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and read the adapter's files; the previous "
                 "version stays in service"
             )
         listed = (await self._models()).get(model.name)
