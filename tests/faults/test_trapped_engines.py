@@ -348,7 +348,7 @@ NO_ADAPTERS = {
     of_no_layer: "adapt no layer that the engine serves",
     of_a_norm: "'base_model.model.model.norm' names no linear layer of this model",
     without_prefix: "adapt no layer that the engine serves",
-    of_smaller_rank: "rank 4 here needs",
+    of_smaller_rank: "rank 4 needs",
     empty: "the adapter that arrived is empty: only the base would be served",
 }
 

@@ -198,8 +198,8 @@ REFUSED: dict[str, tuple[Callable[[VllmScript, Path], None], str]] = {
         no_config_and_a_lie,
         "but does not list it: several servers behind one URL",
     ),
-    "it cannot load adapters": (no_lora, "not taken: .*404 Not Found.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-    "it took another directory": (elsewhere, "is of '.*v-000001' there, not of '.*v-000002'"),
+    "it cannot load adapters": (no_lora, "not loaded: .*404 Not Found.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+    "it took another directory": (elsewhere, "is from '.*v-000001', not from '.*v-000002'"),
     "it has it and cannot use it": (answers_nothing, "is loaded but does not answer: .*cannot load the adapter"),
 }
 
@@ -242,7 +242,7 @@ def test_files_that_are_not_what_was_sent_are_never_loaded(server: Running, fold
         for spoiled, match in (
             (Weights(2, "adapter", lambda: iter(changed.items()), expected=sent.expected, path=sent.path), "lora_B"),
             (Weights(2, "adapter", lambda: iter(()), expected={}, path=sent.path), "only the base would be served"),
-            (Weights(2, "adapter", sent.tensors, expected={}, path=sent.path), "is not what was sent"),
+            (Weights(2, "adapter", sent.tensors, expected={}, path=sent.path), "are not what was sent"),
             (Weights(2, "adapter", sent.tensors, expected=sent.expected), "asked for version 2 as LoRA files"),
             (Weights(2, "full", sent.tensors, expected=sent.expected, path=sent.path), "got full weights"),
             (Weights(1, "adapter", sent.tensors, expected=sent.expected, path=sent.path), "weights of version 1"),
@@ -265,7 +265,7 @@ def test_a_bridge_without_lora_files_is_refused(server: Running, folder: Folder)
     async def scenario() -> None:
         for carries, link in (("full", {"mode": "disk"}), ("adapter", {"mode": "adapter_broadcast"}), ("live", {})):
             folder.carries, folder.link = carries, link  # pyright: ignore
-            with pytest.raises(SyncError, match=r"LoRA files alone.*sync.bridge = 'adapter'"):
+            with pytest.raises(SyncError, match=r"only load LoRA files.*sync.bridge = 'adapter'"):
                 await engine.attach(folder)
 
     play(engine, scenario)
@@ -279,7 +279,7 @@ def test_an_answer_of_another_model_is_refused(server: Running, folder: Folder) 
         await engine.attach(folder)
         await publish(engine, folder, 1, 0.5)
         server.script.events = lambda body, events: [{**event, "model": BASE} for event in events]
-        with pytest.raises(EngineError, match=f"asked for model 'tandem-.*-v1', and '{BASE}' answers"):
+        with pytest.raises(EngineError, match=f"asked for model 'tandem-.*-v1', but '{BASE}' answers"):
             await engine.generate([1], LONG)
 
     play(engine, scenario)

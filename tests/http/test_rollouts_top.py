@@ -118,13 +118,13 @@ def test_what_is_asked_and_is_not_there_is_named(client: RolloutClient, tmp_path
     asked: list[tuple[str, Path | None, type[TandemError], str]] = [
         ("http://127.0.0.1:9", None, StoreError, "127.0.0.1:9: no rollout service answers"),
         ("http://[::1", None, StoreError, "no rollout service answers"),
-        (client.url, None, StoreError, "not its token"),
-        (client.url, stranger, StoreError, "not its token"),
-        (client.url, two_lines, SpecError, "holds no token"),
+        (client.url, None, StoreError, "refuses the token"),
+        (client.url, stranger, StoreError, "refuses the token"),
+        (client.url, two_lines, SpecError, "contains no token"),
         (client.url, tmp_path / "none", SpecError, "cannot be read"),
         (f"{client.url}/v2", tmp_path / "token", StoreError, "not a service of `tandem rollouts serve`"),
         (str(tmp_path / "nowhere"), None, StoreError, "neither a URL nor the data directory"),
-        (str(empty), None, StoreError, "ready.json is not there"),
+        (str(empty), None, StoreError, "ready.json does not exist"),
         (str(broken), None, StoreError, "not what `tandem rollouts serve` writes"),
     ]
     for source, token_file, kind, text in asked:

@@ -337,5 +337,5 @@ def test_a_head_that_gives_no_numbers_is_refused() -> None:
     module = llama()
     with torch.no_grad():
         module.lm_head.weight[5] = torch.nan
-    with pytest.raises(SpecError, match="not understood"):
+    with pytest.raises(SpecError, match="not supported"):
         Head(module, VOCAB).check(module)

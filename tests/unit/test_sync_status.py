@@ -211,7 +211,7 @@ def test_a_run_without_engines_says_so(tmp_path: Path):
     told = of_run(make_run(tmp_path / "run", versions=0))
     assert (told["version"], told["coverage"], told["proofs"]) == (None, None, [])
     assert "no version is served yet" in status_text(told)
-    assert "no map" in status_text(told)
+    assert "no sync-map.json" in status_text(told)
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path):
@@ -223,7 +223,7 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path):
 
 
 DAMAGED: dict[str, tuple[str, str]] = {
-    "no JSON": ("{", "sync-map.json is not JSON"),
+    "no JSON": ("{", "sync-map.json is not valid JSON"),
     "no object": ("[1]", "sync-map.json is not an object: [1]"),
     "engines 5": ('{"engines": 5}', "engines = 5 is not of type list"),
     "no engine": ('{"engines": ["x"]}', "'x' is not an engine"),
