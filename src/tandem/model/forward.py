@@ -61,7 +61,7 @@ class Forward:
 
     @property
     def shares_freely(self) -> bool:
-        """Whether a shared prompt needs no mask."""
+        """Whether samples can share a prompt without an attention mask."""
         return not self.why_masked
 
     def hidden(self, head: Head, micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -105,7 +105,7 @@ def watch_rollouts(
 
 
 def print_frame(told: Mapping[str, Any], console: Console | None = None) -> None:
-    """One frame."""
+    """Print one frame."""
     view = TopView(told["url"], console)
     view.came(told, 0.0, 0.0)
     view.console.print(view.frame())

@@ -30,8 +30,8 @@ class Table:
     def __init__(
         self, matrices: Sequence[DigestMatrix | Plain], device: torch.device, limits: Sequence[int] | None = None
     ) -> None:
-        """All tensors are on that device, and must exist until they were read. `limits`: elements whose bits, without
-        the top bit, are at or above this are not finite."""
+        """All tensors must be on `device`, and exist until the kernel has read them. `limits`, one per matrix: elements
+        whose bits, without the top bit, are at or above the limit are not finite."""
         self.held = list[Tensor]()  # kept until they were read, because some are copies
         self._checks, self.num, self.device = limits is not None, len(matrices), device
         entries: defaultdict[tuple[int, bool, int], list[Sequence[int]]] = defaultdict(list)

@@ -107,7 +107,7 @@ class EmbeddedEngine:
 
     @property
     def stays(self) -> bool:
-        """On a CPU, weights move into new memory for each trainer."""
+        """Whether the weights stay at the same addresses. On a CPU they move into new memory for each trainer."""
         return self._device.type != "cpu"
 
     @property

@@ -62,7 +62,7 @@ class Connection:
         return status
 
     def expect_loaded(self) -> None:
-        """From now on, an engine that cannot answer is lost."""
+        """Treat the engine as lost, from now on, if it does not answer."""
         self._loaded = True
 
     async def status(self) -> Mapping[str, Any]:

@@ -25,6 +25,6 @@ def check_values(raw: bytes, field: str = "") -> None:
 
 
 def check_containers(raw: bytes) -> None:
-    """As `check_values`, for bodies that have many numbers but few lists and objects."""
+    """Do as `check_values` does, but count only lists and objects: such bodies may have many numbers."""
     if len(raw) > AT_ONCE_BYTES and holds_more(raw, MAX_VALUES, b"[{"):
         raise RequestRefused(413, f"more than {MAX_VALUES} lists and objects; send fewer")
