@@ -100,7 +100,7 @@ class ServerEngine:
 
     @property
     def is_coming(self) -> bool:
-        """Whether the engine is starting, being connected to, or loading its first version; each has its own deadline."""
+        """Whether the engine is starting, being connected to, or loading its first version; each has a deadline."""
         return self._connecting.locked() or not self._serving.is_set()
 
     async def generate(
