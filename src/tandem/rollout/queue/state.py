@@ -201,7 +201,7 @@ class QueueState:
         return each.backlog[0].size if by_sequences and each.backlog else 1
 
     def _start_time(self, each: EnvironmentState) -> float:
-        """Return its virtual start time. An idle environment returns with limited credit, not with all its unused share."""
+        """Return its virtual start time. An idle environment returns with limited credit, not its whole share."""
         return max(each.virtual_time, self._now - _CREDIT / self._share(each))
 
     def _share(self, each: EnvironmentState) -> float:
