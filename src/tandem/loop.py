@@ -75,7 +75,7 @@ async def run_loop(
     """Train until the trainer's version is `last_version`; the engine holds that version when this returns."""
     named_producers = {f"producer-{number}": each for number, each in enumerate(producers)}
     checkpointer.begin(trainer, {"store": store, "publisher": publisher, **named_producers}, last_version)
-    await publisher.hold(trainer)
+    await publisher.ensure_served(trainer)
     if trainer.version >= last_version:
         return  # the run was resumed from a checkpoint of its last step
     working = [_supervised(producer.run(), type(producer).__name__, store) for producer in producers]

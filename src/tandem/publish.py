@@ -111,7 +111,7 @@ class Publisher:
         async with self.lock:
             return await self._publish(trainer)
 
-    async def hold(self, trainer: TrainerView) -> None:
+    async def ensure_served(self, trainer: TrainerView) -> None:
         """Publish, unless the engine serves the trainer's version already."""
         async with self.lock:
             if not self._attached or not self._serving == trainer.version == self._engine.version:
@@ -164,7 +164,7 @@ class Publisher:
             yield
 
     async def rest(self, trainer: TrainerView) -> None:
-        """Put the engine to sleep until the next version is published. For callers that do not run `keep`."""
+        """Put the engine to sleep until the next version is published. For callers that do not run `watch`."""
         async with self.resting(trainer):
             pass
 

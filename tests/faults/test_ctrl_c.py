@@ -51,7 +51,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path):
     told = (tmp_path / "said.txt").read_text()
     (saved,) = Checkpoints(run).versions()
     assert state(run) == "stopped"
-    assert re.search(rf"tandem resume {run} +go on from step {saved}\n", told)
+    assert re.search(rf"tandem resume {run} +continue from step {saved}\n", told)
     assert "Traceback" not in told
 
 

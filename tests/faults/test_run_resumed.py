@@ -95,11 +95,11 @@ def test_a_run_of_which_no_checkpoint_is_whole_says_that_it_failed(tmp_path: Pat
     run = killed_after(tmp_path / "whole", 2, tmp_path / "run")
     for weights in run.glob("checkpoints/step-*/weights.safetensors"):
         weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CheckpointDamaged, match="no whole checkpoint is left"):
+    with pytest.raises(CheckpointDamaged, match="no undamaged checkpoint is left"):
         resume(run)
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["failure"]["rule"]) == ("failed", "checkpoint-damaged")
-    assert "no whole checkpoint is left" in status["error"]
+    assert "no undamaged checkpoint is left" in status["error"]
 
 
 def test_with_a_lag_every_task_that_was_started_is_trained_on_once(

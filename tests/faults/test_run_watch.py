@@ -69,7 +69,7 @@ def test_a_watch_goes_on_through_a_kill_and_a_resume(home: Path):
     waits_for("running, moves")
     killed.kill()
     killed.wait()
-    waits_for(f"gone · its process is gone; `tandem resume {home}` goes on")
+    waits_for(f"gone · its process is gone; `tandem resume {home}` continues it")
     assert begin(home, 3, 6).wait() == 0
     watching.join(20)
     assert ended == ["succeeded"]

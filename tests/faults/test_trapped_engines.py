@@ -83,7 +83,7 @@ def test_an_update_of_half_the_tensors_is_taken_back(
         monkeypatch.setattr(staged_weights, "live_tensors", first_eight)
 
     rig = Rig(mode, tmp_path)
-    words = ("would be served from other memory than was verified", "the version before goes on serving")
+    words = ("would be served from other memory than was verified", "the previous version stays in service")
     plant_and_keep(rig, half, SyncError, *words)
 
 
@@ -348,8 +348,8 @@ NO_ADAPTERS = {
     of_no_layer: "adapt no layer that the engine serves",
     of_a_norm: "'base_model.model.model.norm' names no linear layer of this model",
     without_prefix: "adapt no layer that the engine serves",
-    of_smaller_rank: "rank 4 here needs",
-    empty: "the adapter that arrived is empty: the base alone would be served",
+    of_smaller_rank: "rank 4 needs",
+    empty: "the adapter that arrived is empty: only the base would be served",
 }
 
 
@@ -382,7 +382,7 @@ def test_an_adapter_is_not_put_on_another_base(theirs: str, mode: str, tmp_path:
     rig = Rig(mode, tmp_path, theirs=module)
 
     async def scenario() -> None:
-        words = (f"'{name}' differs", "another than the trainer's", "load the same model, in the same precision")
+        words = (f"'{name}' differs", "is not the trainer's", "load the same model, in the same precision")
         await rig.refused(SyncError, *words)
         assert rig.engine.version == -1
 
@@ -470,7 +470,7 @@ def test_a_receive_buffer_that_is_used_again_is_refused(mode: str, tmp_path: Pat
         reuse(rig)
         rig.step()
         await rig.publish()
-        await rig.refused(SyncError, "arrived in the very memory that is served", "needs memory of its own")
+        await rig.refused(SyncError, "arrived in the memory that is served", "needs its own memory")
 
     rig.play(scenario)
 

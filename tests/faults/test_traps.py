@@ -106,7 +106,7 @@ def test_a_damaged_tensor_is_refused_and_the_version_before_goes_on(damage: Any,
         await rig.begin()
         arriving(rig, damage)
         name = OUT if damage is turned else Q
-        await rig.refused(SyncError, f"what arrived of '{name}' is not what was sent", "goes on serving")
+        await rig.refused(SyncError, f"what arrived of '{name}' is not what was sent", "stays in service")
         await rig.serves_the_proven_one()
         await rig.recovers()
 
@@ -227,7 +227,7 @@ def test_a_tensor_that_the_engine_s_end_drops_is_refused(mode: str, tmp_path: Pa
     async def scenario() -> None:
         await rig.begin()
         arriving(rig, without(Q), lying=True)
-        await rig.refused(SyncError, f"on one side only, as '{Q}'", "all of them are mapped, or none is served")
+        await rig.refused(SyncError, f"on one side only, as '{Q}'", "nothing is served unless all are mapped")
         await rig.serves_the_proven_one()
         await rig.recovers()
 

@@ -38,7 +38,7 @@ def test_it_is_read_there_and_survives_who_lent_it():
     process.start()
     base = BorrowedBase(torch.device("cuda", 0), ours.policy.base_in)
     assert base.state()["why_not"]
-    base.met([{"base_memory": {"why_not": "", "exported": here.recv()}}])
+    base.attached([{"base_memory": {"why_not": "", "exported": here.recv()}}])
     assert base.state() == {"requested": True, "engaged": True, "why_not": "", "bytes": base.state()["bytes"]}
     assert base.state()["bytes"] > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.policy.base())
@@ -55,6 +55,6 @@ def test_memory_of_another_shape_is_refused_and_nothing_moves():
     ours = model()
     where = {name: tensor.data_ptr() for name, tensor in ours.policy.base()}
     base = BorrowedBase(torch.device("cuda", 0), ours.policy.base_in)
-    base.met([{"base_memory": {"why_not": "vLLM may put it to sleep"}}])
+    base.attached([{"base_memory": {"why_not": "vLLM may put it to sleep"}}])
     assert base.state()["why_not"] == "vLLM may put it to sleep"
     assert {name: tensor.data_ptr() for name, tensor in ours.policy.base()} == where

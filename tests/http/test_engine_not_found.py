@@ -71,7 +71,7 @@ def test_a_token_file_that_is_not_there_is_the_user_s(tmp_path: Path):
 @pytest.mark.parametrize("text", [SECRET, "", "two words", "caf\u00e9", "x" * 10 + "\x00"])
 def test_what_is_no_token_is_refused_and_never_told(tmp_path: Path, text: str):
     (tmp_path / "file").write_text(text)
-    with pytest.raises(SpecError, match="holds no token") as refused:
+    with pytest.raises(SpecError, match="contains no token") as refused:
         asked("http://127.0.0.1:9", tmp_path / "file")
     assert "hunter2" not in str(refused.value)
     (tmp_path / "file").write_text(" word\n")
@@ -85,7 +85,7 @@ def test_an_address_of_another_machine_cannot_be_listened_on():
 
 def test_another_service_is_none(tmp_path: Path):
     (tmp_path / "token").write_text("word")
-    with answering(lambda: (200, b"{}")) as url, pytest.raises(EngineLost, match="is no engine of"):
+    with answering(lambda: (200, b"{}")) as url, pytest.raises(EngineLost, match="is not an engine of"):
         asked(url, tmp_path / "token")
 
 

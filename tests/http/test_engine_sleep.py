@@ -191,8 +191,8 @@ def test_where_its_memory_stays_its_own_who_runs_is_held_while_it_sleeps(asked: 
     [
         ("full", "disk", False, True, ""),
         ("adapter", "disk", False, True, "adapter"),
-        ("full", "restart", False, True, "another process"),
-        ("full", "disk", True, True, "gives its memory away"),
+        ("full", "restart", False, True, "a new process"),
+        ("full", "disk", True, True, "frees its memory"),
         ("full", "disk", False, False, "streamed"),
     ],
 )

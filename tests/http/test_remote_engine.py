@@ -250,10 +250,10 @@ def test_a_key_that_comes_back_in_what_is_no_http_is_not_shown(monkeypatch: pyte
     [
         ({"key_env": "NOT_THERE_AT_ALL"}, "engine.key_env = 'NOT_THERE_AT_ALL': there is no such environment variable"),
         ({"key_file": "/nowhere/key"}, "engine.key_file = '/nowhere/key': there is no such file"),
-        ({"key_env": "A", "key_file": "b"}, "both given"),
-        ({"key_env": "BAD_KEY"}, "cannot be an API key"),
+        ({"key_env": "A", "key_file": "b"}, "both set"),
+        ({"key_env": "BAD_KEY"}, "not a valid API key"),
         ({"on_update": "continue"}, "keeps the adapter that it began with; use 'finish' or 'restart'"),
-        ({"slots": 1}, "needs two"),
+        ({"slots": 1}, "must be 2 or more"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(
@@ -275,7 +275,7 @@ def test_settings_that_cannot_be_are_refused(
         ("http://host:8000", "ends in /v1"),
         ("http://host/v1?x=1", "ends in /v1"),
         ("http://user:secret@host/v1", "user name or password"),
-        ("http://host:port/v1", "no URL"),
+        ("http://host:port/v1", "not a URL"),
     ],
 )
 def test_a_url_that_cannot_be_is_refused(url: str, match: str) -> None:
@@ -338,13 +338,13 @@ def lps(*values: Any) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[Callable[[Any, list[Any]], Any], str]] = {
-    "no ids": (broken(lambda choice: choice.pop("token_ids")), "no token_ids come back.*never tokenised again"),
-    "ids are null": (broken(put(token_ids=None)), "no token_ids come back"),
-    "ids are text": (broken(put(token_ids=["token_id:11"])), "no token_ids come back"),
-    "ids are true": (broken(put(token_ids=[True])), "no token_ids come back"),
-    "ids are negative": (broken(put(token_ids=[-1])), "no token_ids come back"),
-    "no logprobs": (broken(put(logprobs=None)), "no logprobs.token_logprobs come back"),
-    "chat logprobs": (broken(put(logprobs={"content": []})), "no logprobs.token_logprobs come back"),
+    "no ids": (broken(lambda choice: choice.pop("token_ids")), "has no token_ids.*never tokenised again"),
+    "ids are null": (broken(put(token_ids=None)), "has no token_ids"),
+    "ids are text": (broken(put(token_ids=["token_id:11"])), "has no token_ids"),
+    "ids are true": (broken(put(token_ids=[True])), "has no token_ids"),
+    "ids are negative": (broken(put(token_ids=[-1])), "has no token_ids"),
+    "no logprobs": (broken(put(logprobs=None)), "has no logprobs.token_logprobs"),
+    "chat logprobs": (broken(put(logprobs={"content": []})), "has no logprobs.token_logprobs"),
     "more ids than logprobs": (broken(put(token_ids=[11, 12])), "2 token_ids come with 1 token_logprobs"),
     "more logprobs than ids": (broken(put(**lps(-1.0, -2.0))), "1 token_ids come with 2 token_logprobs"),
     "a logprob is NaN": (broken(put(**lps(math.nan))), "a token's logprob is nan"),
@@ -354,30 +354,30 @@ WRONG: dict[str, tuple[Callable[[Any, list[Any]], Any], str]] = {
     "a logprob is a probability": (broken(put(**lps(0.3))), r"a token's logprob is 0\.3"),
     "another prompt": (broken(put(prompt_token_ids=[0, 1, 2]), 0), "it answers another prompt"),
     "no finish": (broken(put(finish_reason=None), 2), "ended without a finish_reason"),
-    "aborted": (broken(put(finish_reason="abort"), 2), "ended by 'abort'"),
+    "aborted": (broken(put(finish_reason="abort"), 2), "ended with 'abort'"),
     "tokens after the end": (broken(put(finish_reason="stop"), 0), "tokens come after the finish_reason"),
     "another choice": (broken(put(index=1)), "asked for one choice"),
     "no token at all": (
         lambda body, events: [{"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": "stop"}]}],
-        "without a token",
+        "has no token",
     ),
     "too many tokens": (lambda body, events: [*events[:2], *events[:2]], "more than max_tokens = 3"),
     "choices are no list": (lambda body, events: [{"choices": {}}], "no list of choices"),
-    "spans count too few": (broken(put(weight_versions=[[4, 2]]), 2), "weight_versions count 2 tokens, and 3 came"),
-    "spans count too many": (broken(put(weight_versions=[[4, 2], [5, 3]]), 2), "did it begin again"),
-    "spans of no form": (broken(put(weight_versions=[4]), 2), "of a form that is not known"),
+    "spans count too few": (broken(put(weight_versions=[[4, 2]]), 2), "weight_versions count 2 tokens, but 3 arrived"),
+    "spans count too many": (broken(put(weight_versions=[[4, 2], [5, 3]]), 2), "did it restart"),
+    "spans of no form": (broken(put(weight_versions=[4]), 2), "has an unknown form"),
     "spans with a gap": (
         broken(put(weight_versions=[_span("4", 0, 1), _span("5", 2, 3)]), 2) if (_span := lambda v, s, e: {
             "version": v, "start": s, "end": e}) else None,
-        "of a form that is not known",
+        "has an unknown form",
     ),
     "weights without a number changed": (
         broken(put(weight_versions=[["default", 1], ["other", 2]]), 2),
-        "changed in the middle, and their names are no numbers: 'default', 'other'",
+        "changed in the middle, and their labels are not numbers: 'default', 'other'",
     ),
-    "not JSON": (lambda body, events: b"data: {oops\n\n", "no JSON object"),
-    "a list": (lambda body, events: b"data: []\n\n", "no JSON object"),
-    "no stream": (lambda body, events: {"choices": []}, "asked for a stream, and the answer is 'application/json'"),
+    "not JSON": (lambda body, events: b"data: {oops\n\n", "not a JSON object"),
+    "a list": (lambda body, events: b"data: []\n\n", "not a JSON object"),
+    "no stream": (lambda body, events: {"choices": []}, "asked for a stream, but the answer is 'application/json'"),
     "an endless line": (lambda body, events: b"data: " + b"x" * 5_000_000, "an event of more than 4194304 bytes"),
 }  # fmt: skip
 
@@ -421,11 +421,11 @@ def test_a_failure_of_a_server_that_lives_and_one_that_does_not_are_two_errors()
     with running(status=500) as server:
         refusal(engine_at(server), EngineError, "500 it failed")
         server.script.health = 503
-        with pytest.raises(EngineLost, match="not healthy any more"):
+        with pytest.raises(EngineLost, match="no longer healthy"):
             ask(engine_at(server))
         server.script.status = 200
         server.script.events = lambda body, events: [events[0], {"error": {"message": "EngineCore died"}}]
-        with pytest.raises(EngineLost, match=r"EngineCore died.*not healthy any more"):
+        with pytest.raises(EngineLost, match=r"EngineCore died.*no longer healthy"):
             ask(engine_at(server))
         server.script.health = 200
         refusal(engine_at(server), EngineError, "EngineCore died")
@@ -449,7 +449,7 @@ def test_a_stream_that_breaks_off_is_a_lost_engine() -> None:
         return f"data: {json.dumps(events[0])}\n\n".encode()
 
     with running(events=cut) as server:
-        with pytest.raises(EngineLost, match="broke off"):
+        with pytest.raises(EngineLost, match="ended before its end mark"):
             ask(engine_at(server))
 
 
@@ -466,7 +466,7 @@ def test_a_server_that_says_nothing_any_more_is_silent_after_its_deadline(after:
         engine = engine_at(server, deadline_s=0.4)
         with (
             Stopwatch() as watch,
-            pytest.raises(EngineSilent, match=r"no token for anybody within engine.deadline_s = 0\.4 s"),
+            pytest.raises(EngineSilent, match=r"no token for any request within engine.deadline_s = 0\.4 s"),
         ):
             ask(engine, on_token=hang)
         assert watch.seconds < 1.5

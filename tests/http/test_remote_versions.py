@@ -193,14 +193,14 @@ def answers_nothing(script: VllmScript, path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[VllmScript, Path], None], str]] = {
-    "it does not see the files": (no_config, "not taken: .*No adapter found.*--enable-lora"),
+    "it does not see the files": (no_config, "not loaded: .*No adapter found.*--enable-lora"),
     "it says that it has it, and has not": (
         no_config_and_a_lie,
-        "and does not list it: several servers behind one URL",
+        "but does not list it: several servers behind one URL",
     ),
-    "it cannot load adapters": (no_lora, "not taken: .*404 Not Found.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-    "it took another directory": (elsewhere, "is of '.*v-000001' there, not of '.*v-000002'"),
-    "it has it and cannot use it": (answers_nothing, "is loaded and answers nothing: .*cannot load the adapter"),
+    "it cannot load adapters": (no_lora, "not loaded: .*404 Not Found.*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+    "it took another directory": (elsewhere, "is from '.*v-000001', not from '.*v-000002'"),
+    "it has it and cannot use it": (answers_nothing, "is loaded but does not answer: .*cannot load the adapter"),
 }
 
 
@@ -241,8 +241,8 @@ def test_files_that_are_not_what_was_sent_are_never_loaded(server: Running, fold
         changed = {**dict(sent.tensors()), NAME: torch.ones(4, 2)}
         for spoiled, match in (
             (Weights(2, "adapter", lambda: iter(changed.items()), expected=sent.expected, path=sent.path), "lora_B"),
-            (Weights(2, "adapter", lambda: iter(()), expected={}, path=sent.path), "the base alone would be served"),
-            (Weights(2, "adapter", sent.tensors, expected={}, path=sent.path), "is not what was sent"),
+            (Weights(2, "adapter", lambda: iter(()), expected={}, path=sent.path), "only the base would be served"),
+            (Weights(2, "adapter", sent.tensors, expected={}, path=sent.path), "are not what was sent"),
             (Weights(2, "adapter", sent.tensors, expected=sent.expected), "asked for version 2 as LoRA files"),
             (Weights(2, "full", sent.tensors, expected=sent.expected, path=sent.path), "got full weights"),
             (Weights(1, "adapter", sent.tensors, expected=sent.expected, path=sent.path), "weights of version 1"),
@@ -265,7 +265,7 @@ def test_a_bridge_without_lora_files_is_refused(server: Running, folder: Folder)
     async def scenario() -> None:
         for carries, link in (("full", {"mode": "disk"}), ("adapter", {"mode": "adapter_broadcast"}), ("live", {})):
             folder.carries, folder.link = carries, link  # pyright: ignore
-            with pytest.raises(SyncError, match=r"LoRA files alone.*sync.bridge = 'adapter'"):
+            with pytest.raises(SyncError, match=r"only load LoRA files.*sync.bridge = 'adapter'"):
                 await engine.attach(folder)
 
     play(engine, scenario)
@@ -279,7 +279,7 @@ def test_an_answer_of_another_model_is_refused(server: Running, folder: Folder) 
         await engine.attach(folder)
         await publish(engine, folder, 1, 0.5)
         server.script.events = lambda body, events: [{**event, "model": BASE} for event in events]
-        with pytest.raises(EngineError, match=f"asked for model 'tandem-.*-v1', and '{BASE}' answers"):
+        with pytest.raises(EngineError, match=f"asked for model 'tandem-.*-v1', but '{BASE}' answers"):
             await engine.generate([1], LONG)
 
     play(engine, scenario)
@@ -297,7 +297,7 @@ def test_weights_that_change_beneath_an_adapter_are_noticed(server: Running, fol
             return events
 
         server.script.events = spans
-        with pytest.raises(EngineError, match=r"the weights beneath 'tandem-.*' changed in the middle"):
+        with pytest.raises(EngineError, match=r"the weights of 'tandem-.*' changed in the middle"):
             await engine.generate([1], LONG)
 
     play(engine, scenario)
@@ -402,7 +402,7 @@ def test_a_server_that_was_started_again_is_lost_and_taken_back(server: Running,
         assert not losing.done()
         await asyncio.to_thread(server.stop)
         await asyncio.to_thread(server.start_anew)
-        with pytest.raises(EngineLost, match=r"does not exist.*started again, and has no adapter of ours"):
+        with pytest.raises(EngineLost, match=r"does not exist.*restarted, and its adapters are gone"):
             await engine.generate([1], LONG)
         await asyncio.wait_for(losing, 10)
         await engine.attach(folder)

@@ -116,15 +116,15 @@ def test_what_is_asked_and_is_not_there_is_named(client: RolloutClient, tmp_path
     stranger = tmp_path / "stranger"
     stranger.write_text("another")
     asked: list[tuple[str, Path | None, type[TandemError], str]] = [
-        ("http://127.0.0.1:9", None, StoreError, "127.0.0.1:9: no rollout service answers there"),
-        ("http://[::1", None, StoreError, "no rollout service answers there"),
-        (client.url, None, StoreError, "not its token"),
-        (client.url, stranger, StoreError, "not its token"),
-        (client.url, two_lines, SpecError, "holds no token"),
+        ("http://127.0.0.1:9", None, StoreError, "127.0.0.1:9: no rollout service answers"),
+        ("http://[::1", None, StoreError, "no rollout service answers"),
+        (client.url, None, StoreError, "refuses the token"),
+        (client.url, stranger, StoreError, "refuses the token"),
+        (client.url, two_lines, SpecError, "contains no token"),
         (client.url, tmp_path / "none", SpecError, "cannot be read"),
-        (f"{client.url}/v2", tmp_path / "token", StoreError, "no service of `tandem rollouts serve`"),
+        (f"{client.url}/v2", tmp_path / "token", StoreError, "not a service of `tandem rollouts serve`"),
         (str(tmp_path / "nowhere"), None, StoreError, "neither a URL nor the data directory"),
-        (str(empty), None, StoreError, "ready.json is not there"),
+        (str(empty), None, StoreError, "ready.json does not exist"),
         (str(broken), None, StoreError, "not what `tandem rollouts serve` writes"),
     ]
     for source, token_file, kind, text in asked:
@@ -162,10 +162,10 @@ def test_a_service_that_goes_and_comes_is_told_apart_from_one_that_was_started_a
     assert view.came(told | {"uptime_s": 101.0}, 11.0, 13.1) == []  # a slow answer is no restart
     assert view.lost(StoreError("U: gone"), 14.0) == ["U: gone; asking again"]
     assert view.lost(StoreError("U: gone"), 15.0) == []
-    assert "the numbers are from before: U: gone" in rendered(view)
+    assert "the numbers are old: U: gone" in rendered(view)
     assert view.came(told | {"uptime_s": 106.0}, 16.0, 16.1) == ["U answers again"]
     assert "from before" not in rendered(view)
-    assert view.came(told | {"uptime_s": 0.5}, 17.0, 17.1) == ["U was started again; rates and totals count from there"]
+    assert view.came(told | {"uptime_s": 0.5}, 17.0, 17.1) == ["U was restarted; rates and totals count from then"]
     assert view.came(told | {"uptime_s": 1.5}, 18.0, 18.1) == []
 
 
@@ -206,7 +206,7 @@ def test_it_goes_on_over_a_service_that_is_killed_and_started_again_elsewhere(tm
         until("asking again")
         with rollouts_process(data_dir, "--port", "0") as client:
             assert client.url != first
-            assert client.url in until("was started again")
+            assert client.url in until("was restarted")
             client.begin()
             client.post("/v2/groups", {"groups": [good()]})
             until("2 queued")
@@ -246,7 +246,7 @@ def test_in_a_terminal_the_panel_is_drawn_anew_and_says_that_the_service_went(tm
             raise
     try:
         screen.until("asking again")
-        screen.until("the numbers are from before")
+        screen.until("the numbers are old")
         assert "run run · version 7" in screen.text
         top.send_signal(signal.SIGINT)
         screen.until("\x1b[?25h")  # the cursor is there again

@@ -129,7 +129,7 @@ def test_a_stage_whose_rewards_are_all_equal_fails(train: Train, tmp_path: Path)
     table = spec(tmp_path)
     same = (tmp_path / "scored.py").read_text().replace("Outcome(sum(", "Outcome(0 * sum(")
     (tmp_path / "same.py").write_text(same)
-    with pytest.raises(NothingLearned, match="3 steps, and none of them moved a weight: no token"):
+    with pytest.raises(NothingLearned, match="3 steps, and none of them changed a weight: no token"):
         train(merged(table, {"environment": {"name": str(tmp_path / "same.py")}}))
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed"

@@ -79,7 +79,7 @@ def test_12_rows_say_before_and_after_that_no_verdict_can_come_of_them(train: Tr
     judged = trained.status["eval"]
     assert (trained.status["verdict"], judged["tasks"]) == ("undecided", 3)
     assert judged["after"] < judged["before"] - 1
-    why = "3 held-out examples are too few for a verdict: at 95 % confidence it takes 6"
+    why = "3 held-out examples are too few for a verdict: at 95 % confidence it needs 6"
     assert judged["why"] == why
     before, after = trained.printed.split("── supervised training")
     assert f"the verdict will be undecided: {why}; give it more rows" in before

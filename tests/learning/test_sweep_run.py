@@ -158,7 +158,7 @@ def test_the_command_says_by_its_exit_code_whether_a_seed_failed(tmp_path: Path)
     (tmp_path / "broken").touch()
     failed = swept_by_command()
     assert failed.returncode == 1
-    assert "Undecided: 0 judged seeds; a spread takes two. 2 of 2 seeds failed." in failed.stdout
+    assert "Undecided: 0 judged seeds; an interval needs two. 2 of 2 seeds failed." in failed.stdout
     (tmp_path / "broken").unlink()
     done = swept_by_command()
     assert done.returncode == 0, done.stderr

@@ -188,7 +188,7 @@ def test_a_missing_reference_is_refused() -> None:
 
 def test_half_a_pair_is_refused() -> None:
     scored, micro = micro_of(SEQUENCES[:3])
-    with pytest.raises(AssertionError, match="split over micro-batches"):
+    with pytest.raises(AssertionError, match="split over two micro-batches"):
         dpo.make(DpoSpec()).loss(scored, micro, TOTALS)
 
 

@@ -65,7 +65,7 @@ def test_a_run_of_which_little_is_left_is_shown_with_gaps(tmp_path: Path):
     (b / "spec.toml").write_text('recipe = "rl"\n')
     (b / "metrics.jsonl").write_text('{"step": 1, "reward/mean": null}\n')
     text = compare_text(compare_runs([a, b, a]))
-    assert "b kept no evaluation" in text
+    assert "b has no stored evaluation" in text
     with pytest.raises(RunError, match="two runs"):
         compare_runs([a])
 

@@ -91,7 +91,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Pat
     for version in (1, 2):
         flipped(tmp_path / "checkpoints" / f"step-{version}", random.Random(version))
     for _ in range(2):  # nor when it is asked again
-        with pytest.raises(CheckpointDamaged, match="no whole checkpoint is left"):
+        with pytest.raises(CheckpointDamaged, match="no undamaged checkpoint is left"):
             Checkpoints(tmp_path).newest()
 
 

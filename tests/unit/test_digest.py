@@ -138,7 +138,7 @@ def test_every_engines_base_is_compared_in_the_type_that_it_serves() -> None:
         reply(narrow | {"c": narrow["b"]}),
         {"base": reply(base)["base"]},
     ):
-        with pytest.raises(SyncError, match="base model is another"):
+        with pytest.raises(SyncError, match="base model is not the trainer"):
             check_base(base.items(), [*good, odd])
 
 

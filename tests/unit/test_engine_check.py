@@ -88,10 +88,10 @@ def refuses(told: Completion, sampling: Sampling) -> Completion:
     [
         (one_fewer, "as many tokens as asked for"),
         (no_logprob, "as many tokens as asked for"),
-        (other_logprobs, "logprobs are the trainer's"),
-        (nan_logprobs, "logprobs are the trainer's"),
+        (other_logprobs, "logprobs match the trainer's"),
+        (nan_logprobs, "logprobs match the trainer's"),
         (one_answer_for_all_seeds, "a seed gives the same tokens again"),
-        (never_stops, "a stop id ends it"),
+        (never_stops, "a stop id ends the answer"),
         (old_version, "every token has the version served"),
         (refuses, "every token has the version served"),
     ],

@@ -214,4 +214,4 @@ def test_a_check_without_vllm_says_how_to_get_one(tmp_path: Path):
     command = [TANDEM, "engine", "check", "--python", tmp_path / "none", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "`tandem engine install vllm` makes one" in done.stderr
+    assert "`tandem engine install vllm` creates a" in done.stderr

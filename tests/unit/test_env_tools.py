@@ -299,7 +299,7 @@ def test_the_trajectory_of_a_conversation_with_tools_is_what_the_engine_saw_and_
 
 def test_a_template_without_tools_refuses_them_and_the_text_stays_text_unless_tools_were_offered():
     renderer = Renderer(chatml_tokenizer())
-    with pytest.raises(TemplateError, match="writes no tools"):
+    with pytest.raises(TemplateError, match="ignores tools"):
         play(renderer, ["3<|im_end|>"], ask_tools)
 
     async def offers_nothing(chat: Any) -> Any:

@@ -95,7 +95,7 @@ def test_a_run_that_did_not_end_well_has_steps_or_nothing(tmp_path: Path):
     assert copy.name == "deploy-step-3"
     assert (copy / "adapter_model.safetensors").read_text() == "after 3"
     card = (copy / "README.md").read_text()
-    assert "As it was after optimizer step 3." in card
+    assert "The model after optimizer step 3." in card
     assert "Improved" not in card  # that was the run's end
     assert "90.0 %" not in card
     (run / "checkpoints" / "step-6" / "deploy" / "adapter_model.safetensors").write_text("other")

@@ -33,7 +33,7 @@ def test_what_is_given_back_still_counts():
 
 @pytest.mark.parametrize(
     ("libc", "worth_bytes", "told"),
-    [("glibc", 0, [(True, "")]), ("", 0, [(False, "only glibc can be told to")]), ("", 2**30, [])],
+    [("glibc", 0, [(True, "")]), ("", 0, [(False, "only glibc supports it")]), ("", 2**30, [])],
     ids=["had", "not had", "not asked for"],
 )
 def test_a_run_says_whether_free_memory_is_given_back(

@@ -250,7 +250,7 @@ def test_other_tokens_than_were_answered_are_an_error_and_so_are_workers_that_ar
         with reader.request(4, (), None) as request:
             workers.begin(request.name)
             workers.sample(request.name, 1, 2)
-            with pytest.raises(EngineError, match="sampled others"):
+            with pytest.raises(EngineError, match="recorded other ones"):
                 await reader.logprobs(request, [1, 3])
         workers.error = EngineLost("gone")
         with reader.request(4, (), None) as request, pytest.raises(EngineLost):

@@ -107,7 +107,7 @@ def test_of_a_damaged_epoch_or_status_nothing_is_guessed(tmp_path: Path, content
     """A first epoch once more would be a zombie's own."""
     (tmp_path / "epoch.json").write_text(content)
     for _ in range(2):  # nor is the lock kept
-        with pytest.raises(RunError, match=r"epoch\.json: is not what was written; if no process"):
+        with pytest.raises(RunError, match=r"epoch\.json: is damaged; if no process"):
             DirectoryLease(tmp_path)
     (tmp_path / "epoch.json").unlink()
     DirectoryLease(tmp_path).close()

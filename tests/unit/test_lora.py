@@ -40,7 +40,7 @@ def test_embeddings_and_the_head_take_no_adapter(make: Any, table: str) -> None:
         CausalPolicy(module, TOKENIZER, lora=LoraSpec(targets=("q_proj", table)))
     said = str(refused.value)
     assert said.startswith(f"model.lora.targets = ['q_proj', '{table}']: {table}: adapters are for linear layers")
-    assert "leave them out or use 'all-linear', or leave [model.lora] out" in said
+    assert "leave them out, use 'all-linear', or leave [model.lora] out" in said
 
 
 @pytest.mark.parametrize("make", [tied, llama], ids=["tied", "untied"])

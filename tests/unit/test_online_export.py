@@ -84,7 +84,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, base: Path):
     home = tmp_path / "data"
     home.mkdir()
     taught(home, parse_online_spec({"model": {"path": str(base)}}))
-    with pytest.raises(CheckpointError, match="version 5 is not there; these are: 0"):
+    with pytest.raises(CheckpointError, match="version 5 does not exist; there are: 0"):
         export_run(home, version="5")
     with pytest.raises(RunError, match="version 'last': write a number, anchor-N or current"):
         export_run(home, version="last")

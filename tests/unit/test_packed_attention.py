@@ -116,7 +116,7 @@ def test_a_model_that_drops_them_does_not() -> None:
 
     for layer in module.model.layers:
         layer.forward = deaf.__get__(layer)
-    assert "saw each other" in forward.try_spans(module)
+    assert "affect each other" in forward.try_spans(module)
 
 
 def test_a_kernel_that_does_not_see_the_prompt_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_kernel_that_does_not_see_the_prompt_fails_the_trial(monkeypatch: pyte
         return by_spans(query, key[keep], value[keep], (starts, starts, longest, longest, None), scale, window)
 
     monkeypatch.setattr(packed_attention, "kernel", blind)
-    assert "did not see its prompt" in forward.try_spans(tiny())
+    assert "ignores its prompt" in forward.try_spans(tiny())
 
 
 def test_what_is_packed_with_the_batch_is_not_read_back_from_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

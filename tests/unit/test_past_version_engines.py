@@ -51,7 +51,7 @@ def test_who_is_answered_is_not_cut_off_by_who_asks_for_a_third_version(monkeypa
         busy = asyncio.create_task((await past.engine(3)).generate([1], Sampling(max_tokens=1)))
         await asyncio.sleep(0)
         monkeypatch.setattr(past_versions, "PATIENCE_S", 0.05)
-        with pytest.raises(RequestRefused, match="versions 1, 3 are answering"):
+        with pytest.raises(RequestRefused, match="versions 1, 3 are busy"):
             await past.engine(4)
         made[1].go.set()
         made[3].go.set()

@@ -212,9 +212,9 @@ def test_what_more_ranks_do_not_divide_is_said_to_stand_in_the_way(tmp_path):
 
 
 def test_what_several_ranks_refuse_is_said_instead(tmp_path):
-    plan = plan_run(of_8b(tmp_path, 1, optimizer={"kind": "muon"}), gpu="h100", memory_gib=40, row_tokens=2048)
+    plan = plan_run(of_8b(tmp_path, 1, gradient_release=True), gpu="h100", memory_gib=20, row_tokens=2048)
     assert not plan.fits
-    assert "several ranks are refused: train.optimizer.kind = 'muon': needs whole matrices" in plan.why_no_ranks
+    assert "several ranks are refused: train.gradient_release = true: with parallel.shares" in plan.why_no_ranks
 
 
 def test_changes_that_ranks_refuse_are_not_proposed(tmp_path):

@@ -29,7 +29,7 @@ GOOD = {"role": "assistant", "content": "hello"}
 BAD = {"role": "assistant", "content": "what"}
 SYSTEM = {"role": "system", "content": "be kind"}
 MORE = {"role": "user", "content": "and?"}
-NOTHING_SHARED = "no prompt, and nothing that chosen and rejected both begin with"
+NOTHING_SHARED = "no prompt, and chosen and rejected have no common beginning"
 
 
 # --- one row
@@ -87,7 +87,7 @@ def test_all_that_both_begin_with_is_the_prompt_an_answer_of_the_assistant_inclu
         ),
         (
             {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, USER, GOOD]},
-            "chosen and rejected part at a turn that is not the assistant's",
+            "chosen and rejected first differ at a turn that is not the assistant's",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

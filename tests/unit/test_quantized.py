@@ -243,7 +243,7 @@ def test_without_the_package_the_way_out_is_told(saved: str, monkeypatch: pytest
 
 def test_a_model_without_a_layer_in_few_bits_is_refused(saved: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(quantized_base, "quantized_parts", lambda module: [])
-    assert "has no linear layer that bitsandbytes could take" in refusal(saved, "int8")
+    assert "has no linear layer that bitsandbytes supports" in refusal(saved, "int8")
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -117,7 +117,7 @@ def test_the_report_says_the_verdict_with_its_numbers_and_what_it_leaves_open(tm
     text = page_of(make_run(tmp_path / "run")).text
     assert "Improved: held-out accuracy rose from 11.0 % before RL to 97.0 % after it." in text
     assert "Difference +86.0 points; 95 % interval +81.6 to +89.8 points, paired over 256 tasks." in text
-    assert "It does not say how the model does on anything else" in text
+    assert "It does not say how good the model is at anything else" in text
     for part in ("nothing to learn", "inproc", "21 of 21", "generate", "spec.toml", "before RL", "reward 1"):
         assert part in text
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -227,8 +227,8 @@ def test_undecided_is_said_with_its_reason_wherever_a_verdict_is(tmp_path):
     judged = {**RL_EVAL, "after": 0.12, "interval": [-0.2, 0.4], "tasks": 5, "why": "5 are too few"}
     status = {**IMPROVED, "verdict": "undecided", "eval": judged}
     assert headline(status) == "Undecided: held-out accuracy rose from 11.0 % before RL to 12.0 % after it."
-    assert caveat(status).startswith("These 5 tasks cannot say whether")
-    assert "as it was: 5 are too few. Hold out more (eval.tasks)." in caveat(status)
+    assert caveat(status).startswith("These 5 tasks cannot show whether")
+    assert "stayed the same: 5 are too few. Hold out more (eval.tasks)." in caveat(status)
     page = page_of(make_run(tmp_path / "run", status))
     assert "Undecided: held-out" in page.text
     assert "5 are too few" in page.text
@@ -238,7 +238,7 @@ def test_undecided_is_said_with_its_reason_wherever_a_verdict_is(tmp_path):
 def test_unchanged_never_claims_that_the_two_are_equal():
     status = {**IMPROVED, "verdict": "unchanged", "eval": {**RL_EVAL, "after": 0.12, "interval": [-0.02, 0.04]}}
     assert headline(status) == "Unchanged: held-out accuracy was 11.0 % before RL and 12.0 % after it."
-    assert "does not say that the two are equal" in caveat(status)
+    assert "does not prove that both are equal" in caveat(status)
 
 
 def test_evaluations_come_in_order_and_keep_their_names(tmp_path):

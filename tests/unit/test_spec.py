@@ -162,8 +162,8 @@ BAD = [
     (SHARED, "engine = {kind = 'vllm', sleep = 'free'}", "engine.sleep = 'free'", "choose another bridge"),
     (SHARED, "engine = {kind = 'vllm', tensor_parallel = 2}", "engine.tensor_parallel = 2", "choose 'broadcast'"),
     (SHARED, "engine = {kind = 'vllm', gpus = [1]}", "engine.gpus = [1]", "leave gpus out"),
-    (BROADCAST, "engine = {kind = 'vllm', gpus = [1, 2]}", "engine.gpus = [1, 2]", "take 1 different ones"),
-    (BROADCAST, "engine = {kind = 'vllm', gpus = [1, 1], replicas = 2}", "engine.gpus = [1, 1]", "take 2 different"),
+    (BROADCAST, "engine = {kind = 'vllm', gpus = [1, 2]}", "engine.gpus = [1, 2]", "need 1 different GPUs"),
+    (BROADCAST, "engine = {kind = 'vllm', gpus = [1, 1], replicas = 2}", "engine.gpus = [1, 1]", "need 2 different"),
     (
         SERVER + "[sync]\nbridge = 'adapter'\n[model.lora]\nrank = 600\n",
         "engine.kind = 'vllm'",

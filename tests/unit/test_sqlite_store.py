@@ -107,7 +107,7 @@ def test_a_failed_fsync_acknowledges_nothing_more_and_a_restart_has_what_was_ack
     store = Durable(tmp_path, SCHEMA, files=files)
     asyncio.run(store.write(add(1)))
     files.error = OSError(errno.EIO, "input/output error")
-    with pytest.raises(StoreBroken, match="mend the disk"):
+    with pytest.raises(StoreBroken, match="repair the disk"):
         asyncio.run(store.write(add(2)))
     files.error = None
     with pytest.raises(StoreBroken):

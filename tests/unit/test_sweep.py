@@ -102,7 +102,7 @@ def test_failed_seeds_are_counted_and_have_no_part_in_the_numbers():
 
 
 def test_a_sweep_of_failures_is_undecided():
-    assert conclusion(swept(failed=2)) == "Undecided: 0 judged seeds; a spread takes two. 2 of 2 seeds failed."
+    assert conclusion(swept(failed=2)) == "Undecided: 0 judged seeds; an interval needs two. 2 of 2 seeds failed."
 
 
 def test_the_table_has_a_row_a_seed_and_what_they_say_together():
@@ -116,7 +116,7 @@ def test_the_table_has_a_row_a_seed_and_what_they_say_together():
         "| std | 0.071 | 0.141 | 0.071 | | |",
         "",
         "Undecided: held-out accuracy +0.350 on average, 95% t-interval [-0.285, +0.985] over 2 seeds: "
-        "the interval holds 0, and is wider than the ±5 points of `unchanged`. 1 of 3 seeds failed.",
+        "the interval contains 0, and is wider than the ±5 points of `unchanged`. 1 of 3 seeds failed.",
     ]
 
 

@@ -420,7 +420,7 @@ def test_the_text_shows_the_versions_that_failed_and_stays_short(tmp_path: Path)
     text = audit_text(audit_sync(run.write(tmp_path / "run")))
     assert text.splitlines()[0] == "NOT PROVEN: no sound proof of 100 to 299 (200 findings)."
     assert len(text.splitlines()) < 30
-    assert "not asked" in text
+    assert "not sampled" in text
 
 
 def test_the_text_of_a_run_cannot_steer_the_terminal(tmp_path: Path):

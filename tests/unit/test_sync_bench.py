@@ -89,7 +89,7 @@ def test_a_row_that_was_not_had_says_why_and_one_that_failed_fails_the_bench():
     assert MADE_UP.failed
     assert not replace(MADE_UP, rows=MADE_UP.rows[:3]).failed
     text = bench_text(MADE_UP)
-    assert "broadcast: not here: there is one GPU" in text
+    assert "broadcast: skipped: there is one GPU" in text
     assert "shared: FAILED: SyncError: of another meeting" in text
     told = bench_json(MADE_UP)
     assert told["rows"][2] | {"skipped": "there is one GPU", "verified": False} == told["rows"][2]

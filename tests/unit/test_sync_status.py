@@ -204,14 +204,14 @@ def test_a_map_of_another_engine_than_the_last_proof_is_said_to_be_one(tmp_path:
     engines = [{"boot_id": "boot-2", "workers": 1, "layout": LAYOUT}]
     told = of_run(make_run(tmp_path / "run", engines=engines))
     assert not told["map_is_of_the_last_proof"]
-    assert "the map is of other engines than the last proof" in status_text(told)
+    assert "sync-map.json has other engines than the last proof" in status_text(told)
 
 
 def test_a_run_without_engines_says_so(tmp_path: Path):
     told = of_run(make_run(tmp_path / "run", versions=0))
     assert (told["version"], told["coverage"], told["proofs"]) == (None, None, [])
     assert "no version is served yet" in status_text(told)
-    assert "no map" in status_text(told)
+    assert "no sync-map.json" in status_text(told)
 
 
 def test_what_is_not_a_run_is_refused(tmp_path: Path):
@@ -223,16 +223,16 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path):
 
 
 DAMAGED: dict[str, tuple[str, str]] = {
-    "no JSON": ("{", "sync-map.json is not JSON"),
-    "no object": ("[1]", "sync-map.json is no object: [1]"),
-    "engines 5": ('{"engines": 5}', "engines = 5 is no list"),
-    "no engine": ('{"engines": ["x"]}', "'x' is no engine"),
-    "layout 5": ('{"engines": [{"boot_id": "b", "layout": 5}]}', "layout = 5 is no object"),
-    "places 5": ('{"engines": [{"boot_id": "b", "places": 5}]}', "places = 5 is no list"),
-    "a place 5": ('{"engines": [{"boot_id": "b", "places": [5]}]}', "1 of 1 places are none"),
+    "no JSON": ("{", "sync-map.json is not valid JSON"),
+    "no object": ("[1]", "sync-map.json is not an object: [1]"),
+    "engines 5": ('{"engines": 5}', "engines = 5 is not of type list"),
+    "no engine": ('{"engines": ["x"]}', "'x' is not an engine"),
+    "layout 5": ('{"engines": [{"boot_id": "b", "layout": 5}]}', "layout = 5 is not of type object"),
+    "places 5": ('{"engines": [{"boot_id": "b", "places": 5}]}', "places = 5 is not of type list"),
+    "a place 5": ('{"engines": [{"boot_id": "b", "places": [5]}]}', "1 of 1 places are not valid"),
     "sleep": ('{"engines": [{"boot_id": "b", "sleep": {"requested": "free"}}]}', "sleep lacks engaged"),
     "sampled": ('{"engines": [{"boot_id": "b", "sampled": {"engaged": true}}]}', "sampled lacks requested"),
-    "transport 5": ('{"transport": 5}', "transport = 5 is no object"),
+    "transport 5": ('{"transport": 5}', "transport = 5 is not of type object"),
     "transport": ('{"transport": {"engaged": "gloo"}}', "transport lacks requested"),
 }
 
@@ -259,7 +259,7 @@ def test_rows_of_the_ledger_that_cannot_be_read_are_counted(tmp_path: Path):
     told = of_run(directory)
     assert (told["unreadable_proofs"], [proof["version"] for proof in told["proofs"]]) == (2, [0, 3])
     assert "damaged: sync.jsonl: 2 rows cannot be read; `tandem sync audit` says which\n" in status_text(told)
-    assert "no map: no engine has been attached" in status_text(told)
+    assert "no sync-map.json: no engine has been attached" in status_text(told)
 
 
 # --- a server
@@ -309,11 +309,11 @@ def test_an_engine_is_asked_with_its_token(server: str, token_file: Path, monkey
 
 
 def test_a_wrong_token_a_wrong_server_and_none_are_told_apart(server: str, token_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="that is not its token"):
+    with pytest.raises(EngineError, match="refuses the token"):
         sync_status(server)
     with pytest.raises(EngineError, match="answers 404"):
         sync_status(f"{server}/elsewhere", token_file=token_file)
-    with pytest.raises(EngineError, match="no engine answers there"):
+    with pytest.raises(EngineError, match="no engine answers"):
         sync_status("http://127.0.0.1:9", token_file=token_file)
     with pytest.raises(SpecError, match="cannot be read"):
         sync_status(server, token_file=tmp_path / "none")

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_release_wants_a_whole_step_in_one_micro_batch() -> None:
-    with pytest.raises(SpecError, match=r"train.gradient_release.* this one is \d+; raise train.micro_tokens"):
+    with pytest.raises(SpecError, match=r"train.gradient_release.* this one has \d+; raise train.micro_tokens"):
         make_trainer(make_policy(), release=True).step(make_step(make_group(1), make_group(2), micro_tokens=16))
 
 
@@ -73,7 +73,7 @@ class Nothing(PlainDescent):
         (
             lambda **o: make_trainer(policy := make_policy(), optimizer=make_optimizer(policy, Nothing()), **o),
             lambda: make_group(1),
-            "a rule that gives nothing",
+            "the optimizer's updates are zero",
         ),
     ],
     ids=["no credit", "no gradient", "rounded away", "no update"],
@@ -82,7 +82,7 @@ def test_steps_in_a_row_that_move_nothing_end_the_run_and_say_why(trainer: Any, 
     idle = trainer(max_idle_steps=3)
     for _ in range(2):
         idle.step(make_step(group()))
-    with pytest.raises(NothingLearned, match=rf"2 steps, and none of them moved a weight: .*{why}"):
+    with pytest.raises(NothingLearned, match=rf"2 steps, and none of them changed a weight: .*{why}"):
         idle.finish()
     with pytest.raises(NothingLearned, match=rf"3 steps in a row, up to version 3, learned nothing: .*{why}"):
         idle.step(make_step(group()))
@@ -148,7 +148,7 @@ def test_under_release_gradients_that_are_not_finite_are_noted_and_end_the_run(
     metrics = trainer.step(make_step(make_group(1), micro_tokens=10**6))
     assert metrics["release/skipped"] == 1
     assert trainer.set_aside == [[f"task-1-{index}" for index in range(4)]]
-    assert "1 gradients are not finite: their weights are as before, others have moved" in caplog.text
+    assert "1 gradients are not finite: their weights are unchanged, others have changed" in caplog.text
     moved = {name for name, tensor in snapshot(policy).items() if not torch.equal(tensor, before[name])}
     assert moved == before.keys() - {"model.layers.0.self_attn.v_proj.weight"}
     trainer.step(make_step(make_group(2), micro_tokens=10**6))

@@ -79,7 +79,7 @@ def test_five_changed_tasks_are_too_few_for_95_percent_and_six_are_enough(change
     verdict = judge([0.0] * changed, [1.0] * changed, confidence=0.95, measure="accuracy")
     assert verdict.verdict == expected
     assert (verdict.interval[0] <= 0.0) == (expected == "undecided")
-    assert ("too few for a verdict: at 95 % confidence it takes 6" in verdict.why) == (expected == "undecided")
+    assert ("too few for a verdict: at 95 % confidence it needs 6" in verdict.why) == (expected == "undecided")
 
 
 def test_two_rows_whose_loss_fell_by_two_thirds_are_too_few_to_say_unchanged():

@@ -86,11 +86,14 @@ def test_other_processes_are_others_too_and_one_that_was_killed_holds_nothing(tm
 
 
 def test_what_has_no_form_here_keeps_its_own_name_and_says_why(tmp_path: Path, cache: Path):
-    assert (ModelLink("Qwen/Qwen3-8B").path, ModelLink("x/y").why_not) == ("Qwen/Qwen3-8B", "it is no directory here")
+    assert (ModelLink("Qwen/Qwen3-8B").path, ModelLink("x/y").why_not) == (
+        "Qwen/Qwen3-8B",
+        "it is not a directory",
+    )
     (tmp_path / "empty").mkdir()
     name = ModelLink(str(tmp_path / "empty"))
     assert name.path == str(tmp_path / "empty")
-    assert "its form is not known" in name.why_not
+    assert "its config.json cannot be read" in name.why_not
     cache.write_text("no directory")
     name = ModelLink(path := model(tmp_path / "one", "1"))
     assert name.path == path

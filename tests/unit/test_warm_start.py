@@ -164,7 +164,7 @@ def test_a_truncated_file_is_refused(exported: Path, tmp_path: Path):
 def test_a_checkpoint_that_is_the_model_already_is_refused(tmp_path: Path):
     CausalPolicy(make_model("tiny", TOKENIZER, seed=0), TOKENIZER).export(tmp_path)
     said = refusal(PresetModel(preset="tiny", warm_start=str(tmp_path)))
-    assert "all its 46 weights are those that the model has anyway" in said
+    assert "all its 46 weights equal the model's own" in said
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_an_adapter_that_does_not_match_is_refused_by_name(
         (LoraSpec(rank=4, alpha=16.0), "model.lora.alpha = 16: the adapter of model.warm_start = '{}' has 8;"),
         (
             LoraSpec(rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
-            "model.lora.targets: here they are q_proj, v_proj; in the adapter of model.warm_start = '{}' they are "
+            "model.lora.targets: they are q_proj, v_proj; in the adapter of model.warm_start = '{}' they are "
             "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj;",
         ),
     ],
@@ -305,7 +305,7 @@ def test_an_adapter_that_scales_otherwise_is_refused(
     file = tmp_path / "other" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     said = refusal(PresetModel(preset="tiny", lora=LORA, warm_start=str(tmp_path / "other")))
-    assert f"its adapter has {key} = {value}, which cannot be trained on here" in said
+    assert f"its adapter has {key} = {value}, which cannot be trained" in said
 
 
 def test_an_adapter_of_modules_that_the_model_has_not_is_refused(adapted: tuple[Path, Tensor], tmp_path: Path):
@@ -333,7 +333,7 @@ def test_an_adapter_on_a_table_is_refused(
         tensors[f"base_model.model.{table}.{kind}{part}{suffix}"] = torch.ones(shape)
     save_file(tensors, tmp_path / "other" / "adapter_model.safetensors", metadata={"format": "pt"})
     said = refusal(PresetModel(preset="tiny", lora=lora, warm_start=str(tmp_path / "other")))
-    assert f"its adapter is also on {leaf}, and adapters are here for linear layers other than the head" in said
+    assert f"its adapter is also on {leaf}, but only linear layers other than the head are supported" in said
 
 
 def test_an_adapter_is_no_model_path(adapted: tuple[Path, Tensor], tmp_path: Path):

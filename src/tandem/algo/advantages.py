@@ -1,4 +1,4 @@
-"""Rewards to credit. G siblings."""
+"""Turn rewards into credit. G siblings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.protocols import Credit
 from tandem.types import Group, Trajectory
 
 Advantages = Callable[[Sequence[Group]], list[list[float]]]
-"""Of a step's groups: one number for each trajectory of each group."""
+"""Computes one number for each trajectory of each of a step's groups."""
 
 
 def has_tokens(group: Group) -> bool:
@@ -18,17 +18,17 @@ def has_tokens(group: Group) -> bool:
 
 
 def has_signal(group: Group) -> bool:
-    """Siblings with equal rewards have no advantage over each other, whatever their shaping."""
+    """Return whether a group's rewards differ. With equal rewards there is no advantage, whatever the shaping."""
     return _differ(group) and has_tokens(group)
 
 
 def compared(
     trajectories: Sequence[Trajectory], shaping: Callable[[Trajectory], float] = attrgetter("shaping")
 ) -> list[float]:
-    """Rewards with their shaping, but without it where all rewards are equal.
+    """Return rewards plus shaping, but without shaping if all rewards are equal.
 
-    Those that are equally right or wrong would otherwise be compared by their shaping alone (by their lengths, say),
-    and whatever divides by the spread would blow that up to full size.
+    Otherwise equally good siblings would be compared by shaping only (such as their lengths), and dividing by the
+    standard deviation would scale that up to full size.
     """
     if not _differ(trajectories):
         return [trajectory.reward for trajectory in trajectories]
@@ -41,7 +41,7 @@ def _differ(trajectories: Sequence[Trajectory]) -> bool:
 
 def centred(rewards_G: Sequence[float]) -> list[float]:
     if len(set(rewards_G)) == 1:
-        return [0.0] * len(rewards_G)  # exactly: a mean of equal rewards may be off by a rounding
+        return [0.0] * len(rewards_G)  # exactly 0, because a mean of equal rewards may have a rounding error
     mean = statistics.fmean(rewards_G)
     return [reward - mean for reward in rewards_G]
 
@@ -52,12 +52,12 @@ def standardised(rewards_G: Sequence[float], spread_floor: float) -> list[float]
 
 
 def by_group(advantages: Callable[[Sequence[float]], list[float]]) -> Advantages:
-    """For algorithms that compare siblings only, and only their rewards and shaping."""
+    """Make Advantages for algorithms that only compare the rewards and shaping of siblings."""
     return lambda groups: [advantages(compared(group)) for group in groups]
 
 
 def spread_over_tokens(group: Group, advantages_G: Sequence[float], clip: float) -> Credit:
-    """Every trained token gets its trajectory's advantage, cut to within plus and minus `clip`; 0 cuts nothing."""
+    """Give every trained token its trajectory's advantage, limited to plus and minus `clip`; 0: no limit."""
     if clip:
         advantages_G = [max(-clip, min(clip, advantage)) for advantage in advantages_G]
     return [[advantage] * trajectory.num_trained for trajectory, advantage in zip(group, advantages_G, strict=True)]

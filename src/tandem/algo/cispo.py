@@ -1,4 +1,4 @@
-"""CISPO: the ratio is a clipped, constant weight of the token's gradient, and no token loses it."""
+"""CISPO: the clipped ratio is a constant weight of each token's gradient, so no token loses its gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DAPO: divided by the group's spread, each token counted alike, clipped higher up than down, long answers punished."""
+"""DAPO: GRPO with equal weight for every token, a higher upper clip, and a penalty for long answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.types import Group, Trajectory
 
 
 def make(spec: DapoSpec, max_tokens: int) -> Algorithm:
-    """`max_tokens`: the most that the policy may say in a turn."""
+    """Make the algorithm. `max_tokens`: most tokens of a turn."""
 
     def shaping(trajectory: Trajectory) -> float:
         return trajectory.shaping - spec.overlong_penalty * overlong(trajectory, max_tokens, spec.overlong_buffer)
@@ -25,7 +25,8 @@ def make(spec: DapoSpec, max_tokens: int) -> Algorithm:
 
 
 def overlong(trajectory: Trajectory, max_tokens: int, buffer: int) -> float:
-    """From 0 at `buffer` tokens before the limit to 1 at the limit, by the longest turn; 1 if it was cut off there."""
+    """Return the penalty of the longest turn: from 0 at `buffer` tokens before the limit to 1 at the limit, and 1 for a
+    truncated turn."""
     if trajectory.status == "truncated":
         return 1.0
     if buffer == 0:

@@ -1,4 +1,4 @@
-"""On-policy distillation: the policy samples, a teacher judges each token (reverse KL)."""
+"""On-policy distillation: the policy samples, and a teacher scores each token (reverse KL)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 
 def make(spec: DistillSpec) -> Algorithm:
     def credit(groups: Sequence[Group]) -> list[Credit]:
-        """What rewards add; the teacher's part is known only where the loss is."""
+        """Return the rewards' part of the credit; the loss adds the teacher's part."""
         scaled = [[spec.reward_coef * advantage for advantage in centred(compared(group))] for group in groups]
         return [spread_over_tokens(group, scaled_G, clip=0.0) for group, scaled_G in zip(groups, scaled, strict=True)]
 

@@ -1,4 +1,4 @@
-"""DPO: of two answers to one prompt, the chosen one gains on the rejected one, against a frozen reference.
+"""DPO: raise the chosen of two answers to one prompt over the rejected one, relative to a frozen reference.
 
 N trained tokens, S sequences, P pairs. A pair is a group: its better answer has the higher reward.
 """
@@ -28,7 +28,7 @@ def make(spec: DpoSpec) -> Algorithm:
         value = (losses_P.sum() + spec.sft_coef * imitation) / num_pairs
         per_pair = {
             "reward/margin": margin_P.sum(),
-            "reward/accuracy": (margin_P > 0).sum() + 0.5 * (margin_P == 0).sum(),  # a tie is a guess
+            "reward/accuracy": (margin_P > 0).sum() + 0.5 * (margin_P == 0).sum(),  # a tie counts as half right
             "reward/chosen": gain_N[chosen_N].sum(),
             "reward/rejected": -gain_N[~chosen_N].sum(),
             "logprob/chosen": scored.logprobs_N[chosen_N].sum(),
@@ -46,7 +46,7 @@ def is_pair(group: Group) -> bool:
 
 
 def credit(groups: Sequence[Group]) -> list[Credit]:
-    """+1 for each token of the better answer and -1 for the other's, so that the margin is one sum."""
+    """Return +1 for each token of the better answer and -1 for the other's, so that the margin is one sum."""
     assert all(is_pair(group) for group in groups), "dpo: a group is two answers, one of them better"
     return [[[_sign(each.reward, group)] * each.num_trained for each in group] for group in groups]
 
@@ -57,10 +57,10 @@ def _sign(reward: float, group: Group) -> float:
 
 def pair_sums(values_N: Tensor, micro: MicroBatch) -> Tensor:
     pairs, pair_S = micro.group_S.unique(return_inverse=True)
-    assert len(micro.group_S) == 2 * len(pairs), "dpo: a pair was split over micro-batches"
+    assert len(micro.group_S) == 2 * len(pairs), "dpo: a pair was split over two micro-batches"
     return values_N.new_zeros(len(pairs)).index_add(0, pair_S[micro.sequence_N], values_N)
 
 
 def pair_losses(margin_P: Tensor, label_smoothing: float) -> Tensor:
-    """The cross-entropy of "the chosen one is better", which holds with probability 1 - label_smoothing."""
+    """Return the cross-entropy of "the chosen answer is better", which is true with probability 1 - label_smoothing."""
     return -(1 - label_smoothing) * logsigmoid(margin_P) - label_smoothing * logsigmoid(-margin_P)

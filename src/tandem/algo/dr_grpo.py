@@ -1,4 +1,4 @@
-"""Dr. GRPO: reward minus the group's mean, every token of the step counted alike."""
+"""Dr. GRPO: reward minus the group's mean, with equal weight for every token of the step."""
 
 from __future__ import annotations
 

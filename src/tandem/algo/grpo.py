@@ -1,4 +1,5 @@
-"""GRPO as first published: divided by the group's spread, averaged within each sequence, then over sequences."""
+"""GRPO as first published: divide by the group's standard deviation; average over each sequence, then over
+sequences."""
 
 from __future__ import annotations
 

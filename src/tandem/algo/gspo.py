@@ -1,4 +1,4 @@
-"""GSPO: one ratio for a whole sequence, clipped as a whole."""
+"""GSPO: one ratio and one clip for a whole sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def make(spec: GspoSpec) -> Algorithm:
         return standardised(rewards_G, spec.spread_floor)
 
     def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
-        """Each token of a sequence has a share of 1 / length, so together they push by ratio * A * mean d logprob."""
+        """Return the objective. Each token has a share of 1 / length, so a sequence's gradient is ratio * A * mean d
+        logprob."""
         log_ratio_N = importance_ratio.log_ratio(logprobs_N, micro)
         ratio_N = importance_ratio.exp(importance_ratio.sequence_sum(log_ratio_N, micro) / micro.length_N)
         return policy_gradient.surrogate(logprobs_N, ratio_N, ratio_N, credit_N, spec)

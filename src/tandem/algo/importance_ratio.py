@@ -1,4 +1,4 @@
-"""What a token weighs when an older version sampled it. N trained tokens, S sequences."""
+"""Compute the weight of tokens that an older version sampled. N trained tokens, S sequences."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from tandem.spec.algorithm import Correction, MaskSequence, MaskToken, NoCorrection, TruncateSequence
 from tandem.types import Metrics, MicroBatch
 
-_MOST = 20.0  # of a log-ratio: e^20 is beyond any cap, and finite in fp32 whatever it is multiplied with
+_MOST = 20.0  # limit of a log-ratio: e^20 is above any cap, and products with it stay finite in fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Constants: no gradient flows through them."""
+    """Constants of each token, without a gradient."""
 
     weight_N: Tensor
-    """What a token's push is multiplied with."""
+    """The factor of a token's gradient."""
     drift_N: Tensor
-    """How far the token has moved since it was sampled: what a clip looks at."""
+    """The ratio of a token's probability now to that at sampling, which clips compare."""
     inside_N: Tensor
-    """False: left out by a mask."""
+    """False: a mask drops the token."""
     metrics: Metrics
 
 
@@ -35,7 +35,7 @@ def exp(log_ratio_N: Tensor) -> Tensor:
 
 
 def sequence_sum(values_N: Tensor, micro: MicroBatch) -> Tensor:
-    """For each token, the sum over its sequence."""
+    """Return for each token the sum over its sequence."""
     return values_N.new_zeros(len(micro.group_S)).index_add(0, micro.sequence_N, values_N)[micro.sequence_N]
 
 

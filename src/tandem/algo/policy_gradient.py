@@ -1,4 +1,4 @@
-"""What the policy-gradient algorithms share: an objective per token, a share per token, a KL term. N trained tokens."""
+"""Shared by the policy-gradient algorithms: an objective and a share per token, and a KL term. N trained tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is maximised, token by token."""
+    """The objective of each token, to be maximised."""
 
     value_N: Tensor
-    """With the gradient."""
+    """The value, with its gradient."""
     weight_N: Tensor
-    """A constant: what the KL term is weighed with."""
+    """The constant factor of the KL term."""
     metrics: Metrics
-    """Sums over tokens; the trainer divides them by how many it computed."""
+    """Sums over tokens; the trainer divides them by the number of computed tokens."""
 
 
 class Clip(Protocol):
@@ -37,9 +37,9 @@ class Clip(Protocol):
 
 
 MakeObjective = Callable[[Tensor, MicroBatch, Tensor], Objective]
-"""Of the logprobs, their micro-batch and the credit of each token."""
+"""Makes an Objective of the logprobs, their micro-batch and each token's credit."""
 Share = Callable[[MicroBatch, Totals], Tensor]
-"""What each token counts in the optimizer step: sums to 1 over all of it, however it is cut."""
+"""The share of each token in the optimizer step: the shares of all micro-batches sum to 1."""
 
 
 def token_mean(micro: MicroBatch, totals: Totals) -> Tensor:
@@ -71,13 +71,13 @@ def make(
 def policy_loss(
     spec: RewardSpec, objective: MakeObjective, scored: TokenLogprobs, micro: MicroBatch, share_N: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """The loss of one micro-batch."""
+    """Return the loss of one micro-batch."""
     if micro.reference_N is None:
         made = objective(scored.logprobs_N, micro, micro.credit_N)
         kl_N = torch.zeros_like(made.weight_N)
     else:
         kl_N = divergence(spec.kl_estimator, scored.logprobs_N, micro.reference_N)
-        # k1's own gradient says nothing (its mean is zero); as part of the credit it gives the KL's.
+        # k1's own gradient has mean zero; as a part of the credit it gives the gradient of the KL.
         penalty_N = spec.kl_coef * kl_N.detach() if spec.kl_estimator == "k1" else 0.0
         made = objective(scored.logprobs_N, micro, micro.credit_N - penalty_N)
     loss = -(made.value_N * share_N).sum()
@@ -90,7 +90,7 @@ def policy_loss(
 
 
 def divergence(estimator: Literal["k1", "k2", "k3"], logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
-    """Estimates of KL(policy, reference) from tokens that the policy sampled; k1 and k3 without bias."""
+    """Estimate KL(policy, reference) from tokens that the policy sampled; k1 and k3 are unbiased."""
     gap_N = reference_N - logprobs_N
     if estimator == "k1":
         return -gap_N
@@ -98,7 +98,7 @@ def divergence(estimator: Literal["k1", "k2", "k3"], logprobs_N: Tensor, referen
 
 
 def clipped(spec: ClippedSpec) -> MakeObjective:
-    """The clipped surrogate with the spec's correction."""
+    """Make the clipped surrogate with the spec's correction."""
 
     def objective(logprobs_N: Tensor, micro: MicroBatch, credit_N: Tensor) -> Objective:
         found = importance_ratio.corrected(logprobs_N, micro, spec.correction)
@@ -111,10 +111,10 @@ def clipped(spec: ClippedSpec) -> MakeObjective:
 def surrogate(
     logprobs_N: Tensor, weight_N: Tensor, drift_N: Tensor, credit_N: Tensor, clip: Clip, dual: float = math.inf
 ) -> Objective:
-    """Per token min(d A, clip(d) A), and not below dual * A where A < 0, with the drift d.
+    """Return min(d A, clip(d) A) per token, and at least dual * A if A < 0, with the drift d.
 
-    The clip ends the gradient: above 1 + clip_high where A > 0; below 1 - clip_low, or above `dual`, where A < 0; and
-    nowhere else. Where it does not, the gradient is weight * A: a weight that was cut still pushes.
+    The clip sets the gradient to zero in these cases only: above 1 + clip_high if A > 0; below 1 - clip_low or above
+    `dual` if A < 0. Otherwise the gradient is weight * A, even if the weight was cut.
     """
     low, high = 1 - clip.clip_low, 1 + clip.clip_high
     bounded_N = torch.where(credit_N > 0, drift_N.clamp(max=high), drift_N.clamp(low, dual))
@@ -128,5 +128,5 @@ def surrogate(
 
 
 def pushing(weight_N: Tensor, logprobs_N: Tensor) -> Tensor:
-    """The value of the weight, with the gradient weight * d logprob."""
+    """Return the weight as a value, with the gradient weight * d logprob."""
     return weight_N * (logprobs_N - logprobs_N.detach()).exp()

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate without a critic: reward minus the group's mean, and a second clip for A < 0 (dual clip)."""
+"""PPO's clipped surrogate without a critic: reward minus the group's mean, with a second clip if A < 0 (dual clip)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make(spec: PpoSpec) -> Algorithm:
         ratio_N = importance_ratio.exp(importance_ratio.log_ratio(logprobs_N, micro))
         made = policy_gradient.surrogate(logprobs_N, ratio_N, ratio_N, credit_N, spec, dual=spec.dual_clip)
         beyond = ((ratio_N > spec.dual_clip) & (credit_N < 0)).float().sum().item()
-        # No clip ends the KL term: it needs a bound of its own.
+        # The clip does not limit the KL term, so that needs its own bound.
         kl_weight_N = ratio_N.clamp(max=spec.dual_clip)
         return Objective(made.value_N, kl_weight_N, {**made.metrics, "loss/dual_clip_fraction": beyond})
 

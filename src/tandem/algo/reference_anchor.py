@@ -1,8 +1,8 @@
-"""Any algorithm, held to a reference: a token's logprob may not go far from what it was.
+"""Add a term to any algorithm that holds each token's logprob near a reference.
 
-Half the square of the log-ratio, a token, as a term of the loss. For supervised training it is a leash of known length:
-the push of a demonstration is 1 a token, so its logprob rises by at most 1 / kl_coef nats above the reference's. Of
-tokens that the policy sampled itself, its gradient is that of KL(policy, reference).
+The term is half the square of the log-ratio per token. In supervised training it has a known limit: a demonstration's
+gradient is 1 per token, so its logprob rises by at most 1 / kl_coef nats above the reference's. For tokens that the
+policy sampled, the term's gradient is that of KL(policy, reference).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.types import Metrics, MicroBatch, TokenLogprobs, Totals
 
 
 def anchored(algorithm: Algorithm, kl_coef: float) -> Algorithm:
-    """`kl_coef` 0 leaves it as it is."""
+    """Return the algorithm with the term; unchanged if `kl_coef` is 0."""
     if not kl_coef:
         return algorithm
 

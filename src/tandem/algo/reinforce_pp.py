@@ -1,4 +1,4 @@
-"""REINFORCE++: advantages normalised over all groups of the step, every token counted alike."""
+"""REINFORCE++: advantages normalised over all groups of the step, with equal weight for every token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make(spec: ReinforcePpSpec) -> Algorithm:
     by_siblings = spec.baseline == "group"
 
     def advantages(groups: Sequence[Group]) -> list[list[float]]:
-        """Every trajectory counts once in the mean and in the spread, however long it is."""
+        """Return the advantages. Each trajectory counts once in mean and standard deviation, whatever its length."""
         if by_siblings:
             flat = [advantage for group in groups for advantage in centred(compared(group))]
         else:

@@ -1,4 +1,4 @@
-"""Reward-weighted answers: each answer alone, with its reward as the advantage, since it has no siblings."""
+"""Reward-weighted answers: an answer without siblings has its reward as the advantage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.types import Group
 
 
 def make(spec: ClippedSpec) -> Algorithm:
-    """Rewards should lie around 0: a positive one makes its answer likelier, a negative one less likely."""
+    """Make the algorithm. Rewards should be around 0: a positive one makes its answer likelier, a negative one less."""
 
     def advantages(groups: Sequence[Group]) -> list[list[float]]:
         return [[trajectory.reward for trajectory in group] for group in groups]

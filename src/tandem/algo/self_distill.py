@@ -1,10 +1,9 @@
-"""Self-distillation from demonstrations: the policy answers by itself, and the same model, which has been shown the
-demonstration, judges every token of it.
+"""Self-distillation from demonstrations: the policy samples answers, and the same model, with the demonstration in its
+prompt, judges every token of them.
 
-What a demonstration says is learned from answers that the model would give, and not by forcing tokens on it that it
-finds unlikely: that is what makes it forget least. The judge's logprobs are those of the version that answered, taken
-before the first step, so no second model is needed. A token's credit is the judge's logprob minus its own, as in
-algo/distill.py.
+The model learns from its own answers instead of from tokens that it finds unlikely, so that it forgets least. The
+judge's logprobs are of the version that answered, computed before the first step, so no second model is needed. A
+token's credit is the judge's logprob minus the policy's, as in algo/distill.py.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from tandem.spec.algorithm import Correction, TruncateToken
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory
 
 Judge = Callable[[Trajectory], Sequence[float]]
-"""Logprobs of an answer's trained tokens, by the model that was shown the demonstration."""
+"""Returns the judge's logprobs of an answer's trained tokens."""
 
 _TRUNCATE = TruncateToken()
 
 
 def make(judge: Judge, *, advantage_clip: float = 5.0, correction: Correction = _TRUNCATE) -> Algorithm:
-    """`advantage_clip`: a token that the judge would never say has boundless credit; 0 leaves it so."""
+    """Make the algorithm. `advantage_clip`: limit of a token's credit, which is unbounded for tokens that the judge
+    finds impossible; 0: no limit."""
 
     def credit(groups: Sequence[Group]) -> list[Credit]:
         return [[_credit(trajectory, judge(trajectory), advantage_clip) for trajectory in group] for group in groups]
 
     def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        # Its own logprobs move as it learns; the credit moves with them, and is 0 where it says what the judge says.
+        # The credit changes with the policy's logprobs while it learns, and is 0 once they equal the judge's.
         moved_N = scored.logprobs_N.detach() - micro.behaviour_N
         credit_N = micro.credit_N - moved_N
         found = importance_ratio.corrected(scored.logprobs_N, micro, correction)

@@ -1,4 +1,4 @@
-"""Supervised training: every trained token of a recording counts alike."""
+"""Supervised training: every trained token of a recording has equal weight."""
 
 from __future__ import annotations
 

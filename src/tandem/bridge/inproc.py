@@ -66,7 +66,7 @@ class InprocSource:
     def receive(self, version: int, rank: int = 0) -> Weights:
         try:
             while (weights := self._offers[rank].get(timeout=self._deadline_s)).version < version:
-                pass  # left over: its receive never came
+                pass  # an earlier send that was never received
         except queue.Empty:
             raise SyncTimeout(f"inproc: version {version} was not sent within {self._deadline_s:g} s") from None
         if weights.version != version:

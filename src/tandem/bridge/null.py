@@ -1,4 +1,4 @@
-"""The bridge `null`, for supervised stages: no engine serves, so nothing is sent."""
+"""The bridge `null`, for supervised stages: there is no engine, so it sends nothing."""
 
 from __future__ import annotations
 

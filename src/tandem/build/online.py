@@ -113,7 +113,9 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
             deadline_s=spec.publish_deadline_s,
             retries=1,
             canary=run_engines.canary(model),
-            on_attached=(lambda attachment: base.met(attachment["engines"])) if base else (lambda attachment: None),
+            on_attached=(lambda attachment: base.attached(attachment["engines"]))
+            if base
+            else (lambda attachment: None),
         ),
         lambda keep: model.policy.keep_reference() if keep else model.policy.drop_reference(),
         trained,

@@ -18,7 +18,7 @@ def engine_serve(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model directory, a hub id, or a run directory. @FILE: load the model once FILE names it.",
+            help="A model directory, a hub id, or a run directory. @FILE: wait for FILE, then load the model it names.",
         ),
     ],
     kind: Annotated[

@@ -1,4 +1,5 @@
-"""The `tandem` command: each sub-command calls one function of the Python API. Heavy imports stand inside them."""
+"""The `tandem` command: each sub-command calls one function of the Python API. Heavy imports are inside the
+functions."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def train(
         directory = run_dir or Run.new_directory(Path("runs"), checked.name)
         raise typer.Exit(supervise_run(directory, spec, overrides or ()))
     if go_on and run_dir is None:
-        raise typer.BadParameter("--go-on: say which run with --run-dir")
+        raise typer.BadParameter("--go-on: needs --run-dir, the directory of the run")
     from tandem.recipes import resume, run
     from tandem.recipes.crew import as_launched, follow, is_follower, leading
     from tandem.runs.failure_diagnosis import exits_by_class
@@ -162,7 +163,7 @@ def resume(
     supervise: Supervise = False,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="parallel.ranks=N", help="Train on so many ranks, to the same bytes."),
+        typer.Option("--set", metavar="parallel.ranks=N", help="Resume on N ranks; the result has the same bytes."),
     ] = None,
 ) -> None:
     """Resume a run from its last checkpoint. A run that succeeded is left unchanged."""
@@ -185,14 +186,14 @@ def resume(
 
 
 def _ranks_of(overrides: Sequence[str]) -> int:
-    """Return the number of ranks that a resumed run is given; 0 if none is. Nothing else of its spec may change."""
+    """Return the number of ranks from the overrides; 0 if they set none. No other field of a resumed run may change."""
     from tandem.spec.load import parse_overrides
 
     told = parse_overrides(overrides)
     ranks = told.get("parallel", {}).pop("ranks", 0)
     if told not in ({}, {"parallel": {}}) or not isinstance(ranks, int):
         raise typer.BadParameter(
-            f"--set {' '.join(overrides)}: a resumed run keeps its spec, but for parallel.ranks, a whole number"
+            f"--set {' '.join(overrides)}: only parallel.ranks, a whole number, may change when a run is resumed"
         )
     return ranks
 
@@ -572,6 +573,7 @@ def main() -> None:
 
 
 def _replace_unknown_characters(stream: Any) -> None:
-    """Print `?` for characters that the terminal's encoding lacks; otherwise a curve's blocks would end the run."""
+    """Print `?` for characters that the terminal cannot encode; otherwise the blocks of a curve would raise an
+    error."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")

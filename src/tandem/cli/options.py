@@ -14,7 +14,7 @@ Overrides = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
-Host = Annotated[str, typer.Option(help="Address to listen on. The default answers this machine only.")]
+Host = Annotated[str, typer.Option(help="Address to listen on. Only this machine can reach the default.")]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free port, which the ready file names.")
 ]

@@ -1,4 +1,4 @@
-"""One row of a file or a data set becomes a conversation, or a reason why not."""
+"""Turn a row of a file or data set into a conversation, or say why it cannot be one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from tandem.types import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-KEPT = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # what chat templates read
+KEPT = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # fields that chat templates read
 
 
 class BadRow(ValueError):
-    """Its text is the reason; the same for all rows with the same fault, so that reasons can be counted."""
+    """A row cannot be used. Rows with the same fault have the same text, so that reasons can be counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that end with the assistant's, and where they came from."""
+    """Messages that end with an assistant turn, and their source."""
 
     messages: tuple[Message, ...]
     row: int
@@ -33,7 +33,7 @@ class Conversation:
 
 
 def parse_row(row: object) -> tuple[Message, ...]:
-    """The messages of `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`; other columns are ignored."""
+    """Return the messages of `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`; ignore other columns."""
     row = as_object(row)
     if row.get("messages") is not None:
         messages = _messages(row["messages"])
@@ -52,7 +52,7 @@ def parse_row(row: object) -> tuple[Message, ...]:
 
 
 def as_object(row: object) -> Mapping[Any, Any]:
-    if isinstance(row, BadRow):  # it could not even be read
+    if isinstance(row, BadRow):  # the row could not be read
         raise row
     if not isinstance(row, Mapping):
         raise BadRow("not an object")
@@ -60,7 +60,7 @@ def as_object(row: object) -> Mapping[Any, Any]:
 
 
 def said_by(value: object, role: str) -> tuple[Message, ...]:
-    """A prompt or an answer: a text, or messages."""
+    """Return the messages of a prompt or an answer, which is a text or messages."""
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value)
 
 
@@ -73,7 +73,7 @@ def _messages(value: object) -> tuple[Message, ...]:
 def _message(value: object) -> Message:
     if not isinstance(value, Mapping):
         raise BadRow("a message is not an object")
-    # Tables fill the columns that a message does not have with nulls.
+    # Tables fill missing fields of a message with nulls.
     message = {key: value[key] for key in KEPT if value.get(key) is not None}
     if "role" not in message:
         raise BadRow("a message without role")
@@ -95,7 +95,7 @@ def _message(value: object) -> Message:
 def check_text(messages: Sequence[Message]) -> None:
     try:
         json.dumps(messages, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair: no tokenizer takes it
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which tokenizers refuse
         raise BadRow("text that is not Unicode (a lone surrogate)") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow("a value that is not JSON") from error

@@ -1,4 +1,4 @@
-"""Data sets by name or directory, through `datasets`: the only file that imports it."""
+"""Read data sets by name or directory with `datasets`; only this file imports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tandem.errors import DataError
 
 
 def read_dataset(name: str, subset: str, split: str, columns: Sequence[str], field_name: str) -> Iterable[Any]:
-    """One split, without its other columns. A directory may be what `save_to_disk` wrote, or hold data files."""
+    """Return the rows of a split, with these columns only. A directory may be from `save_to_disk` or have data
+    files."""
     try:
         import datasets
         from datasets.exceptions import DatasetsError

@@ -1,4 +1,4 @@
-"""Rows of JSON Lines and parquet files, numbered."""
+"""Read the rows of JSON Lines and parquet files, with their numbers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tandem.errors import DataError
 
 
 def read_file(path: Path, columns: Sequence[str], field_name: str) -> Iterator[tuple[int, object]]:
-    """Rows with their numbers, from 1; a line that cannot be read comes as the BadRow that says why.
+    """Yield rows with their numbers, from 1; an unreadable line is yielded as a BadRow with the reason.
 
-    Of a table, `columns` alone are read.
+    Of a parquet file, only `columns` are read.
     """
     refuse_no_file(path, field_name)
     if path.suffix == ".parquet":
@@ -27,11 +27,11 @@ def refuse_no_file(path: Path, field_name: str) -> None:
     if not os.path.isfile(path):
         raise DataError(f"{field_name} = '{path}': no such file in {Path.cwd()}; give a .jsonl or .parquet file")
     if not os.access(path, os.R_OK):
-        raise DataError(f"{field_name} = '{path}': cannot be read: it is another user's")
+        raise DataError(f"{field_name} = '{path}': cannot be read: permission denied")
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
-    """Line by line, so that one bad line costs itself only. Empty lines are no rows."""
+    """Yield a row per line, so that a bad line does not affect others. Empty lines are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():

@@ -1,4 +1,4 @@
-"""A `[data]` table becomes rows to train on and rows held out: conversations, or whatever else a row can be."""
+"""Load the rows of a `[data]` table, and split them into training and held-out rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tandem.errors import DataError
 from tandem.spec.data import DatasetData, FileData
 
 Source = tuple[str, Iterator[tuple[int, object]]]
-"""Its name for the report, and its numbered rows."""
+"""A source: its name for the report, and its numbered rows."""
 
 
 class DataRow(Protocol):
-    """A row that was understood."""
+    """A parsed row."""
 
     @property
     def row(self) -> int: ...
@@ -31,24 +31,24 @@ class DataRow(Protocol):
     def source(self) -> str: ...
     @property
     def key(self) -> object:
-        """JSON. Rows with equal keys are never on both sides of the split."""
+        """A JSON value. Rows with equal keys are never on both sides of the split."""
         ...
 
 
 R = TypeVar("R", bound=DataRow)
 
-_LEAST_HELD_OUT = 8  # rows: six that all change are the fewest that can show a change (runs/verdict.py)
+_LEAST_HELD_OUT = 8  # rows; fewer than six changes cannot show an effect (runs/verdict.py)
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat(Generic[R]):
-    """What rows of a kind look like."""
+    """How to read one kind of rows."""
 
     noun: str
     columns: tuple[str, ...]
-    """All that is read of a table."""
+    """The columns to read of a table."""
     understand: Callable[[object, int, str], R]
-    """Of a row as it was read, its number and its source; BadRow says why not."""
+    """Parses a raw row, with its number and source; raises BadRow with the reason."""
 
 
 CONVERSATIONS = RowFormat(
@@ -60,14 +60,14 @@ CONVERSATIONS = RowFormat(
 
 @dataclass(frozen=True, slots=True)
 class DataSplit(Generic[R]):
-    """No key is in both lists."""
+    """Training and held-out rows, without common keys, and the report."""
 
     train: list[R]
     held_out: list[R]
     report: ValidationReport
 
     def without(self, reason_of: Callable[[R], str]) -> DataSplit[R]:
-        """Leave out, and report, each row that `reason_of` says something against."""
+        """Leave out, and report, each row for which `reason_of` returns a reason."""
 
         def fine(row: R) -> bool:
             if reason := reason_of(row):
@@ -83,7 +83,7 @@ def load_rows(spec: FileData | DatasetData, field_name: str = "data") -> DataSpl
 
 
 def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R]) -> DataSplit[R]:
-    """Read, check and split. DataError for a bad row, unless the spec allows them."""
+    """Read, check and split the rows. DataError for a bad row, unless the spec allows bad rows."""
     report = ValidationReport()
     name, rows = _training_source(spec, shape.columns, field_name)
     train = _read(name, islice(rows, spec.max_examples or None), shape, report)
@@ -94,7 +94,7 @@ def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R]) -> 
         held_out = _read(*eval_source, shape, report)
         train = _drop_held_out(train, held_out, report)
     if report.dropped and not spec.allow_bad_rows:
-        way_out = f"mend these rows, or go on without them: {field_name}.allow_bad_rows = true"
+        way_out = f"correct these rows, or skip them: {field_name}.allow_bad_rows = true"
         raise DataError(f"{field_name}: {report.text()}\n{way_out}")
     if not train or (eval_source and not held_out):
         use = "evaluate" if train else "train"
@@ -131,12 +131,12 @@ def _read(source: str, rows: Iterator[tuple[int, object]], shape: RowFormat[R], 
 
 
 def _hold_out(rows: list[R], share: float) -> tuple[list[R], list[R]]:
-    """The share with the smallest digests: the same rows whatever their order, and equal keys on one side."""
+    """Hold out the share with the smallest digests, so that the choice does not depend on the order of rows."""
     digests = [_digest(row) for row in rows]
     wanted = max(round(share * len(rows)), min(_LEAST_HELD_OUT, len(rows) // 4), 1) if share else 0
     rows_of = Counter(digests)
     chosen: set[bytes] = set()
-    for digest in sorted(rows_of)[:-1]:  # the last one stays: there must be something to train on
+    for digest in sorted(rows_of)[:-1]:  # without the last one: at least one row is trained on
         if wanted > 0:
             chosen.add(digest)
             wanted -= rows_of[digest]
@@ -145,7 +145,7 @@ def _hold_out(rows: list[R], share: float) -> tuple[list[R], list[R]]:
 
 
 def _drop_held_out(train: list[R], held_out: list[R], report: ValidationReport) -> list[R]:
-    """What is in both would make the held-out loss look better than it is."""
+    """Drop training rows that are also held out: they would make the held-out loss look too good."""
     digests = {_digest(row) for row in held_out}
     kept: list[R] = []
     for row in train:

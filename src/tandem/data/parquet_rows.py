@@ -1,4 +1,4 @@
-"""Parquet, through pyarrow: the only file that imports it."""
+"""Read parquet files with pyarrow; only this file imports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BATCH_ROWS = 1024
 
 
 def read_parquet(path: Path, columns: Sequence[str], field_name: str) -> Iterator[dict[str, Any]]:
-    """Row by row, a batch at a time, without the file's other columns."""
+    """Yield the rows with these columns only, read in batches."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet

@@ -1,4 +1,4 @@
-"""One row becomes a prompt with two answers, or a reason why not."""
+"""Turn a row into a prompt with two answers, or say why it cannot be one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tandem.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The prompt is all that the two conversations begin with; both answers begin and end with the assistant."""
+    """A prompt, which is the common beginning of two conversations, and two answers. Both begin and end with the
+    assistant."""
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
@@ -27,7 +28,7 @@ class Pair:
 
     @property
     def key(self) -> tuple[Message, ...]:
-        """Several pairs may share a prompt: what was learned from one would tell about the other."""
+        """The prompt: pairs with the same prompt must be on one side of the split."""
         return self.prompt
 
 
@@ -36,9 +37,9 @@ def load_pairs(spec: FileData | DatasetData, field_name: str = "data") -> DataSp
 
 
 def parse_pair(row: object) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
-    """Prompt, chosen and rejected of `{"prompt": ..., "chosen": ..., "rejected": ...}`; other columns are ignored.
+    """Return prompt, chosen and rejected of `{"prompt": ..., "chosen": ..., "rejected": ...}`; ignore other columns.
 
-    Without a prompt, or with one that they repeat, `chosen` and `rejected` are whole conversations.
+    Without a prompt, or if they repeat it, `chosen` and `rejected` are whole conversations.
     """
     row = as_object(row)
     prompt = () if row.get("prompt") is None else _of_field("prompt", row["prompt"], "user")
@@ -47,11 +48,11 @@ def parse_pair(row: object) -> tuple[tuple[Message, ...], tuple[Message, ...], t
     if chosen == rejected:
         raise BadRow("chosen and rejected are equal")
     if not shared:
-        raise BadRow("no prompt, and nothing that chosen and rejected both begin with")
+        raise BadRow("no prompt, and chosen and rejected have no common beginning")
     if shared == min(len(chosen), len(rejected)):
         raise BadRow("one of chosen and rejected is the beginning of the other")
     if not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
-        raise BadRow("chosen and rejected part at a turn that is not the assistant's")
+        raise BadRow("chosen and rejected first differ at a turn that is not the assistant's")
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 

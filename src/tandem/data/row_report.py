@@ -1,4 +1,4 @@
-"""What became of every row that was read."""
+"""Report which rows were used, and why others were dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Dropped:
 
 @dataclass(slots=True)
 class ValidationReport:
-    """Rows read, and those left out, each with its reason."""
+    """The number of rows read, and the dropped rows with their reasons."""
 
     read: int = 0
     dropped: list[Dropped] = field(default_factory=list[Dropped])
@@ -28,11 +28,11 @@ class ValidationReport:
         return self.read - len(self.dropped)
 
     def by_reason(self) -> dict[str, int]:
-        """The most frequent first."""
+        """Return counts by reason, the most frequent first."""
         return dict(Counter(row.reason for row in self.dropped).most_common())
 
     def text(self, num_examples: int = 3) -> str:
-        """For people: one line in all, then one for each reason with its first rows."""
+        """Return a summary line, then a line per reason with its first rows."""
         lines = [f"{self.read} rows read, {self.used} used, {len(self.dropped)} left out"]
         for reason, count in self.by_reason().items():
             rows = [f"{row.source}:{row.row}" for row in self.dropped if row.reason == reason]

@@ -1,4 +1,4 @@
-"""null: an engine that never samples, for stages that train on recordings."""
+"""null: an engine for stages that train on recordings; it refuses to sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NullEngine:
         session: str | None = None,
         on_token: OnToken | None = None,
     ) -> Completion:
-        raise EngineError("engine: this stage trains on recordings; nothing samples in it")
+        raise EngineError("engine: this stage trains on recordings and has no engine")
 
     async def attach(self, source: WeightSource) -> None:
         pass

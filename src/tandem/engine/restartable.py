@@ -69,7 +69,7 @@ class RestartableEngine:
         on_token: OnToken | None = None,
     ) -> Completion:
         if self._is_new:
-            raise EngineLost("engine: it was lost and is started again; no version is loaded yet")
+            raise EngineLost("engine: it was lost and is restarting; no version is loaded yet")
         return await self._now.generate(prompt_ids, sampling, session=session, on_token=on_token)
 
     async def attach(self, source: WeightSource) -> None:

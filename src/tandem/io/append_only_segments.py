@@ -1,7 +1,7 @@
-"""Payloads in append-only files: written and fsynced before the index that points at them commits.
+"""Store payloads in append-only files, written and fsynced before the index that points at them commits.
 
-A record is its length, its CRC-32 and its bytes. What a crash leaves behind the last committed record is never pointed
-at, and goes with its file. A file goes when nothing in it is wanted any more.
+A record is its length, its CRC-32 and its bytes. After a crash, bytes behind the last committed record are never
+pointed at. A file is deleted when no payload in it is needed any more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESERVE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlace:
-    """Where a payload lies."""
+    """The place of a payload in the files."""
 
     segment: int
     offset: int
@@ -36,7 +36,7 @@ class SegmentPlace:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far the files were written."""
+    """A position in the files, to cut back to."""
 
     segment: int
     size: int
@@ -44,8 +44,9 @@ class Mark:
 
 
 class Segments:
-    """One thread writes (`mark`, `append`, `sync`, `cut_back`, `sweep`), any thread reads. `roll_bytes`: how large a
-    file grows. `reserve_bytes`: what payloads leave free on the disk, so that the index can still shrink the queue."""
+    """The files. One thread writes (`mark`, `append`, `sync`, `cut_back`, `sweep`), any thread reads. `roll_bytes`:
+    largest size of a file. `reserve_bytes`: disk space that payloads leave free, so that the index can still shrink the
+    queue."""
 
     def __init__(self, directory: Path, *, roll_bytes: int = ROLL_BYTES, reserve_bytes: int = RESERVE_BYTES) -> None:
         atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
@@ -56,24 +57,28 @@ class Segments:
         self._dead: set[int] = set()
         self._dirty: set[int] = set()
         self._named = False
-        """A file was made whose name the directory does not hold yet."""
+        """Whether a new file's name is not on the disk yet."""
         present = [int(path.stem) for path in directory.glob("*.seg")]
-        self._current, self._size, self._written = max(present, default=0), roll_bytes, 0  # never after a torn tail
+        self._current, self._size, self._written = (
+            max(present, default=0),
+            roll_bytes,
+            0,
+        )  # begins a new file
 
     def keep_only(self, places: Iterable[SegmentPlace]) -> None:
-        """At the start: what the index points at. Every other file is removed."""
+        """Called at the start with all places in the index: remove every other file."""
         self._wanted = Counter(place.segment for place in places)
         for path in self.directory.glob("*.seg"):
             if not self._wanted[int(path.stem)]:
                 path.unlink()
 
-    # --- the writer's
+    # --- for the writing thread
 
     def mark(self) -> Mark:
         return Mark(self._current, self._size, self._written)
 
     def append(self, *parts: bytes | memoryview) -> SegmentPlace:
-        """The parts as one payload. It is safe only after `sync`."""
+        """Append the parts as one payload. It is on the disk only after `sync`."""
         length, crc = sum(len(part) for part in parts), 0
         for part in parts:
             crc = zlib.crc32(part, crc)
@@ -96,7 +101,7 @@ class Segments:
         self._dirty.add(self._current)
         with self._lock:
             self._wanted[self._current] += 1
-            self._dead.discard(self._current)  # all that was in it before may be forgotten
+            self._dead.discard(self._current)  # all its earlier payloads may have been forgotten
         return SegmentPlace(self._current, offset + _HEAD.size, length, crc)
 
     def sync(self) -> None:
@@ -108,7 +113,7 @@ class Segments:
             self._named = False
 
     def cut_back(self, mark: Mark) -> None:
-        """What was appended since the mark never was."""
+        """Undo everything that was appended since the mark."""
         since = range(mark.segment + 1, self._current + 1)
         with self._lock:
             for segment in since:
@@ -117,7 +122,7 @@ class Segments:
                 self._open.pop(segment, None)
             self._wanted[mark.segment] -= self._written - mark.written
         self._written, self._current = mark.written, mark.segment
-        for segment in since:  # its number is the next one's again, and a file of that name would be in its way
+        for segment in since:  # the number is used again, so the file must not exist
             self._path(segment).unlink(missing_ok=True)
         if mark.segment in self._open:
             os.ftruncate(self._open[mark.segment].descriptor, mark.size)
@@ -127,16 +132,16 @@ class Segments:
         self._dirty = {number for number in self._dirty if number <= mark.segment}
 
     def sweep(self) -> None:
-        """Removes the files in which nothing is wanted any more."""
+        """Delete the files without needed payloads."""
         with self._lock:
             dead = [number for number in self._dead if number != self._current]
             self._dead.difference_update(dead)
             for number in dead:
-                self._open.pop(number, None)  # a reader still holds it
+                self._open.pop(number, None)  # readers may still hold it open
         for number in dead:
             self._path(number).unlink(missing_ok=True)
 
-    # --- anybody's
+    # --- for any thread
 
     def read(self, place: SegmentPlace) -> bytes:
         file = self._file(place.segment)
@@ -149,7 +154,7 @@ class Segments:
         return payload
 
     def forget(self, places: Iterable[SegmentPlace]) -> None:
-        """They are not wanted any more; only after the index said so durably."""
+        """Note that these payloads are not needed any more, after the index on the disk no longer lists them."""
         with self._lock:
             for place in places:
                 self._wanted[place.segment] -= 1
@@ -161,7 +166,7 @@ class Segments:
     def size_bytes(self) -> int:
         total = 0
         for path in self.directory.glob("*.seg"):
-            with suppress(FileNotFoundError):  # swept away while this looks
+            with suppress(FileNotFoundError):  # deleted meanwhile
                 total += path.stat().st_size
         return total
 
@@ -185,7 +190,7 @@ class Segments:
 
 
 class _File:
-    """Closed when the last one who uses it lets go."""
+    """An open file, which is closed when its last user drops it."""
 
     __slots__ = ("descriptor",)
 
@@ -199,7 +204,7 @@ class _File:
 def _write(descriptor: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
     written = os.pwritev(descriptor, parts, offset)
     total = sum(len(part) for part in parts)
-    if written < total:  # rare: a signal, or the disk is about to say that it is full
+    if written < total:  # rare: a signal, or a disk that is about to be full
         rest = memoryview(b"".join(parts))
         while written < total:
             written += os.pwrite(descriptor, rest[written:], offset + written)

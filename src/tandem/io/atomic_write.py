@@ -1,4 +1,4 @@
-"""Atomic writes: what a reader finds is the old content or the new one, never a part, after a power cut too."""
+"""Atomic writes: a reader finds the old or the new content, never a part, even after a power cut."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ PRIVATE = 0o700
 
 
 def make_directory(path: Path, *, mode: int = 0o777) -> Path:
-    """Make a directory and those above it that are missing, and return it; after a power cut they are there. `mode`: of
-    `path` alone, less what the umask takes: PRIVATE for what holds prompts, answers or keys. One that is there stays
-    as its owner made it."""
+    """Make a directory and its missing parents durably, and return it. `mode`: of `path` only, reduced by the umask;
+    PRIVATE for directories with prompts, answers or keys. An existing directory keeps its mode."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
         each.mkdir(mode=mode if each == path else 0o777, exist_ok=True)
@@ -38,7 +37,7 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)  # on a full disk it would take what little is left
+        temporary.unlink(missing_ok=True)  # on a full disk it would take the remaining space
         raise
     sync(path.parent)
 
@@ -53,9 +52,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def directory(path: Path, *, durable: bool = True) -> Generator[Path]:
-    """Fill a directory that appears under `path` only when the block ends well. An older one is moved aside first, so a
-    crash may leave no `path` for an instant, and never a partial one. `durable`: also after a power cut; what is only
-    handed over to a process that lives now need not wait for the disk."""
+    """Fill a directory that appears under `path` only if the block succeeds. An older one is moved aside first, so
+    after a crash `path` may be missing but is never partial. `durable`: also after a power cut; a directory that is
+    only passed to a running process need not wait for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

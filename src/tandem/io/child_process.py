@@ -1,7 +1,7 @@
-"""A server that is a child of this process: started by its command line, and gone when this process is gone.
+"""Run a server as a child process, which ends when this process ends.
 
-Only what was started here is ever signalled, and through its leash alone (`io/leash.py`), which knows until when a
-process number still belongs to the program. All calls block: use them through `asyncio.to_thread`.
+Signals go only to processes that were started here, and only through their leash (`io/leash.py`), which knows whether a
+process id still belongs to the program. All calls block: use `asyncio.to_thread`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOG_TAIL_BYTES, _LOG_TAIL_LINES = 8192, 12
 
 @dataclass(frozen=True)
 class Ready:
-    """What a service says of itself once it listens."""
+    """The content of a service's ready file."""
 
     url: str
     pid: int
@@ -36,7 +36,8 @@ class Ready:
 
 
 class Child:
-    """`command` is the program and its arguments. It is to write `ready_file`; what it prints is appended to `log`."""
+    """A child process. `command`: program and arguments; it must write `ready_file`. Its output is appended to
+    `log`."""
 
     def __init__(
         self,
@@ -47,9 +48,9 @@ class Child:
         environment: Mapping[str, str] | None = None,
         name: str = "engine",
     ) -> None:
-        """`environment` is added to this process's own. `name`: what errors call it."""
+        """Start it. `environment` is added to this process's own. `name`: for errors."""
         self.command, self.ready_file, self.log, self.name = list(command), ready_file, log, name
-        ready_file.unlink(missing_ok=True)  # a stale one names a dead process, or a new one with the same number
+        ready_file.unlink(missing_ok=True)  # an old file names a dead process, or a new one with the same pid
         log.parent.mkdir(parents=True, exist_ok=True)
         theirs, self._ours = os.pipe()
         holder = [sys.executable, "-I", leash.__file__, str(theirs), *self.command]
@@ -68,12 +69,12 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs. Above 128: the signal that ended it, and 128."""
+        """The exit code; None while it runs. Above 128: 128 plus the signal that ended it."""
         code = self._ended_code()
         return 128 - code if code is not None and code < 0 else code
 
     def wait_ready(self, deadline_s: float) -> Ready:
-        """EngineError if it ends before it is ready, or takes longer; it is stopped then."""
+        """Wait for the ready file. If the process ends before or takes longer, stop it and raise EngineError."""
         until = time.monotonic() + deadline_s
         try:
             while time.monotonic() < until:
@@ -90,7 +91,7 @@ class Child:
             raise
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM, some time to end by itself, then SIGKILL to its whole group. May be called again."""
+        """Send SIGTERM, wait `grace_s`, then send SIGKILL to the whole group. May be called again."""
         if self.exit_code is None:
             self._leash.terminate()
             self.ended_within(grace_s)
@@ -98,11 +99,11 @@ class Child:
             os.close(self._ours)
             self._ours = -1
         if not self.ended_within(_KILL_S):
-            self._leash.kill()  # it is stopped itself; the kernel takes the program along
+            self._leash.kill()  # the leash is stopped; the kernel then kills the program
             self.ended_within(math.inf)
 
     def exit_report(self) -> str:
-        """How it ended, if it has, and its last words."""
+        """Return how it ended, or that it runs, with its last lines of output."""
         code = self.exit_code
         how = "still running" if code is None else f"exit code {code}" if code <= 128 else f"signal {code - 128}"
         with self.log.open("rb") as file:
@@ -126,8 +127,8 @@ class Child:
         return True
 
     def _ended_code(self) -> int | None:
-        """Return the leash's exit code; None while it runs. A leash that was killed takes its program along, but not
-        what the program started. That is killed here, while the unreaped leash still keeps the number of its session.
+        """Return the leash's exit code; None while it runs. If the leash is killed, the kernel kills its program, but
+        not the program's children. They are killed here, while the unreaped leash still keeps the id of its session.
         """
         if self._leash.returncode is None and hasattr(os, "waitid"):
             with suppress(ChildProcessError):  # another thread has reaped it
@@ -145,7 +146,7 @@ class Child:
             told = read_json(self.ready_file)
             url, pid, token_file = str(told["url"]), int(told["pid"]), Path(told["token_file"])
         except (ValueError, KeyError, TypeError) as error:
-            raise EngineError(f"{self.name}: '{self.ready_file}' is not what a service writes: {error!r}") from error
+            raise EngineError(f"{self.name}: '{self.ready_file}' is not a valid ready file: {error!r}") from error
         if not self._is_ours(pid):
             raise EngineError(
                 f"{self.name}: '{self.ready_file}' names process {pid}, which is not the one started here"
@@ -160,7 +161,7 @@ class Child:
 
 
 def _kill_session(session: int) -> None:
-    """SIGKILL to every process of that session (Linux)."""
+    """Send SIGKILL to every process of that session (Linux)."""
     with suppress(OSError):
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""What an engine's server and its client say to each other, written down once for both ends. JSON, and nothing else.
+"""The JSON messages between an engine's server and its client, defined once for both ends.
 
-A completion travels as lines: tokens of one version as they are made, `Tokens`, and at last how it ended, `StreamEnd`,
-or an error. An error keeps its class across the wire.
+A completion is sent as lines: `Tokens` with tokens of one version as they are sampled, and at the end `StreamEnd` or an
+error. An error keeps its class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.types import FinishReason, Served
 Json: TypeAlias = Mapping[str, Any]
 
 FENCED = "fenced"
-"""Another trainer has attached since. Not an error that attaching again may cure: the two would take turns for ever."""
+"""Another trainer has attached since. Attaching again must not be tried: the two would replace each other for ever."""
 
 _CLASSES: dict[str, type[TandemError]] = {
     "sync_timeout": SyncTimeout,
@@ -40,17 +40,17 @@ class Tokens(TypedDict):
 class StreamEnd(TypedDict):
     finish_reason: FinishReason
     spans: list[list[int]]
-    """[version, tokens]. Where a request began again under a new version, tokens before the last ones so counted were
-    forgotten."""
+    """[version, tokens]. If the request was restarted under a new version, these count only the last tokens; earlier
+    ones are void."""
 
 
 def code_of(error: TandemError) -> str:
-    """Empty for a class that has no business on this wire."""
+    """Return the code of an error's class; empty for a class that is not sent."""
     return next((code for code, kind in _CLASSES.items() if isinstance(error, kind)), "")
 
 
 def error_of(body: Any, otherwise: str) -> TandemError:
-    """The error that an answer tells of. `otherwise`: its text, if it is no error of ours."""
+    """Return the error in a response. `otherwise`: its text if the body is not an error of Tandem."""
     told: Any = cast("Any", body).get("error") if isinstance(body, dict) else None
     if not isinstance(told, dict):
         return EngineError(otherwise)
@@ -80,15 +80,15 @@ def line(value: Mapping[str, Any] | Tokens | StreamEnd) -> bytes:
 
 
 def encoded(value: Any) -> bytes:
-    """ValueError for what is no number: there is no JSON of it."""
+    """Return the value as JSON. ValueError for NaN and infinity, which JSON lacks."""
     try:
         content = msgspec.json.encode(value)
-    except (TypeError, UnicodeEncodeError):  # numpy's numbers, halves of a character
+    except (TypeError, UnicodeEncodeError):  # numpy's numbers, lone surrogates
         content = b"null"
-    if b"null" in content:  # which may be how what is no number was written
+    if b"null" in content:  # NaN may have been written as null
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
     return content
 
 
 decoded = msgspec.json.decode
-"""ValueError for what is no JSON."""
+"""Parses JSON; ValueError if it is invalid."""

@@ -1,4 +1,4 @@
-"""JSON between two processes over a socket: four bytes of length, then UTF-8. Never pickle, and never without end."""
+"""Send JSON between two processes over a socket: four bytes of length, then UTF-8, with a size limit and no pickle."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _LENGTH = struct.Struct("!I")
 
 
 class BadFrame(TandemError):
-    """The other end broke the rules, or is gone."""
+    """The other end broke the protocol, or is gone."""
 
 
 def pack(value: Any) -> bytes:
-    """ValueError where it holds what JSON cannot say, or too much of it."""
+    """Return a value as a frame. ValueError if JSON cannot represent it, or if it is too large."""
     return framed(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode())
 
 
 def framed(body: bytes) -> bytes:
-    """What is JSON already."""
+    """Return a frame of bytes that are JSON already."""
     if len(body) > MAX_BYTES:
         raise ValueError(f"{len(body)} bytes are more than the {MAX_BYTES} of a frame")
     return _LENGTH.pack(len(body)) + body
@@ -41,12 +41,12 @@ def send(to: socket.socket, value: Any, fds: Sequence[int] = ()) -> None:
 
 
 def receive(source: socket.socket) -> bytes:
-    """Empty once the other end has closed."""
+    """Return the next frame; empty once the other end has closed."""
     return receive_with_fds(source)[0]
 
 
 def receive_with_fds(source: socket.socket, most_fds: int = 0) -> tuple[bytes, list[int]]:
-    # What comes along is delivered with the first byte of its frame.
+    # Descriptors arrive with the first byte of their frame.
     head, fds, _, _ = socket.recv_fds(source, _LENGTH.size, most_fds)
     if not head:
         return b"", fds
@@ -55,13 +55,13 @@ def receive_with_fds(source: socket.socket, most_fds: int = 0) -> tuple[bytes, l
 
 
 class Reader:
-    """Frames one after the other; a read that is cancelled has lost nothing."""
+    """Reads frames one after the other; a cancelled read loses no bytes."""
 
     def __init__(self, source: asyncio.StreamReader) -> None:
         self._source, self._next = source, 0
 
     async def read(self) -> bytes:
-        """Empty once the other end has closed, wherever it was in a frame."""
+        """Return the next frame; empty once the other end has closed, even within a frame."""
         try:
             if not self._next:
                 self._next = _length(await self._source.readexactly(_LENGTH.size))
@@ -84,6 +84,6 @@ def _exactly(source: socket.socket, count: int) -> bytes:
     while len(pieces) < count:
         piece = source.recv(min(count - len(pieces), 2**20))
         if not piece:
-            raise BadFrame("the other end closed in the midst of a frame")
+            raise BadFrame("the other end closed within a frame")
         pieces += piece
     return bytes(pieces)

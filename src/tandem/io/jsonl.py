@@ -1,4 +1,4 @@
-"""JSON Lines: one object a line, flushed as it is written, readable while another process still appends."""
+"""Read and write JSON Lines: one object per line, flushed at once, readable while another process appends."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ Row: TypeAlias = dict[str, Any]
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """Every whole row; no file is no rows. A last line without its end is a write cut short, and is left out."""
+    """Return all complete rows; none if the file is missing. A last line without a newline is incomplete, and is
+    skipped."""
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn, or nothing
+    lines = path.read_bytes().split(b"\n")[:-1]  # the rest after the last newline is empty or incomplete
     return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 @dataclass(frozen=True, slots=True)
 class Salvage:
-    """What can be read of a file, and what cannot."""
+    """The readable rows of a file, and its damaged lines."""
 
     rows: dict[int, Row]
-    """By line, counted from 1."""
+    """Rows by line number, from 1."""
     damaged: dict[int, str]
-    """By line: why not."""
+    """Errors by line number."""
     torn: bool
-    """The last line has no end: its write was cut short."""
+    """Whether the last line is incomplete: its write was interrupted."""
 
 
 def salvage_jsonl(path: Path) -> Salvage:
@@ -58,7 +59,7 @@ def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
 
 
 class JsonlWriter:
-    """Appends to a file that it keeps open. A torn last line of an earlier process is cut off first."""
+    """Appends rows to an open file. It first removes an incomplete last line of an earlier process."""
 
     def __init__(self, path: Path) -> None:
         atomic_write.make_directory(path.parent)
@@ -75,7 +76,7 @@ class JsonlWriter:
         return os.fstat(self._file.fileno()).st_size
 
     def settle(self) -> None:
-        """What was written is on the disk when this returns. On any thread."""
+        """Wait until everything written is on the disk. Call it on any thread."""
         os.fsync(self._file.fileno())
         if not self._named:
             atomic_write.sync(self._path.parent)
@@ -94,8 +95,8 @@ class JsonlWriter:
 
 
 def cut_back(path: Path, size_bytes: int | None = None) -> bool:
-    """Cut to the first `size_bytes`, or to the last whole row. A new file takes its place, so that a process which
-    still has the old one open cannot write to it. Return False if it was shorter already."""
+    """Cut a file to its first `size_bytes`, or to the last complete row. A new file replaces it, so that a process with
+    the old file open cannot write to it. Return False if the file was shorter already."""
     content = path.read_bytes() if path.exists() else b""
     kept = content[:size_bytes]
     atomic_write.write_bytes(path, kept[: kept.rfind(b"\n") + 1])
@@ -103,12 +104,12 @@ def cut_back(path: Path, size_bytes: int | None = None) -> bool:
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """NaN and infinity have no JSON: they become null, which readers treat as a gap."""
+    """Return a row as JSON. NaN and infinity become null, which readers treat as missing."""
     return json.dumps(finite(row), ensure_ascii=False, allow_nan=False, separators=(", ", ": ")) + "\n"
 
 
 def finite(value: Any) -> Any:
-    """The same, with null for what JSON cannot say."""
+    """Return the value with null for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -133,5 +134,5 @@ def _cut_torn_line(path: Path) -> None:
         return
     with path.open("r+b") as file:
         content = file.read()
-        if not content.endswith(b"\n"):  # appending to it would weld two rows into one broken line
+        if not content.endswith(b"\n"):  # appending would join two rows into one broken line
             file.truncate(content.rfind(b"\n") + 1)

@@ -1,9 +1,9 @@
-"""Runs a program that ends with its owner: `python leash.py OWNER_FD PROGRAM ARGUMENT...`, a process of its own.
+"""Run a program that ends when its owner ends: `python leash.py OWNER_FD PROGRAM ARGUMENT...`.
 
-The owner holds the other end of a pipe. When it closes, by the owner's will or by its death of whatever kind, the
-program and all of its process group end: asked first, killed three seconds later. The program needs to know nothing of
-this. Should this process be killed itself, the kernel kills the program (Linux). Standard library alone: it starts in
-30 ms, and without tandem.
+The owner holds the other end of a pipe. When the pipe closes, because the owner closed it or ended in any way, this
+process sends SIGTERM to the program's process group, and SIGKILL three seconds later. The program needs no code for
+this. If this process is killed, the kernel kills the program (Linux). Only the standard library is imported, so it
+starts in 30 ms.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Leash:
     def __init__(self, owner_fd: int, command: list[str]) -> None:
         self._owner_fd = owner_fd
         adopt_orphans()
-        # Before any thread is started: what runs between fork and exec may not wait for a lock. And on the main thread:
-        # the kernel's signal comes when the thread that forked ends.
+        # Before any thread starts, because code between fork and exec must not wait for a lock. And on the main thread,
+        # because the kernel sends its signal when the forking thread ends.
         die = partial(die_with, os.getpid())
-        self._program = subprocess.Popen(command, process_group=0, preexec_fn=die)  # our stdin is its own
-        self._unreaped = threading.Lock()  # held while signalling: the program's number is not reused yet
+        self._program = subprocess.Popen(command, process_group=0, preexec_fn=die)  # it inherits stdin
+        self._unreaped = threading.Lock()  # held while signalling, so that the program's pid cannot be reused
         self._asked, self._ended = threading.Event(), threading.Event()
 
     def hold(self) -> NoReturn:
-        """Until the program has ended; then this process ends with its code, or with 128 and its signal."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to deal with
+        """Wait for the program, then exit with its code, or with 128 plus its signal."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
         signal.signal(signal.SIGTERM, self._ask)
         threading.Thread(target=self._watch_owner, daemon=True).start()
         if hasattr(os, "waitid"):
             os.waitid(os.P_PID, self._program.pid, os.WEXITED | os.WNOWAIT)
         else:
-            self._program.wait()  # an old Python on a Mac: its number might be reused within microseconds
+            self._program.wait()  # an old Python on macOS: the pid might be reused within microseconds
         self._ended.set()
         with self._unreaped:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._kill_group()  # workers that it left behind
             code = self._program.wait()
-            _kill_orphans()  # and what had left its group
+            _kill_orphans()  # and processes that left its group
             os._exit(code if code >= 0 else 128 - code)
 
     def _ask(self, *_: Any) -> None:
@@ -60,7 +60,7 @@ class Leash:
         while os.read(self._owner_fd, 1):
             pass
         with self._unreaped:
-            waited_already = self._asked.is_set()  # an owner that asks, waits, and hangs up then, means it
+            waited_already = self._asked.is_set()  # the owner sent SIGTERM, waited, and then closed the pipe
             if not waited_already:
                 self._ask()
         if not waited_already:
@@ -69,7 +69,7 @@ class Leash:
             self._kill_group()
 
     def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # the group is empty, or holds only zombies
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty or has only zombies
             os.killpg(self._program.pid, signal.SIGKILL)
 
 
@@ -86,24 +86,24 @@ def _kill_orphans() -> None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
-                os.waitpid(pid, 0)  # theirs come to us then
+                os.waitpid(pid, 0)  # their children are adopted then
 
 
 def children() -> set[int]:
-    """Of this process; empty where that cannot be read."""
+    """Return the child processes of this process; empty if they cannot be read."""
     found: set[int] = set()
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError), open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
-                found |= {int(pid) for pid in file.read().split()}  # of one that has ended: nothing
+                found |= {int(pid) for pid in file.read().split()}  # empty for an ended thread
     return found
 
 
 def die_with(parent: int) -> None:
-    """When the process that started this one ends, however it ends (Linux)."""
+    """Make the kernel kill this process when its parent ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before this call
             os._exit(1)
 
 

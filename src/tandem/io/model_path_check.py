@@ -1,4 +1,4 @@
-"""Is there a model where a spec says? Asked before anything heavy or slow begins, and before a run has a directory."""
+"""Check that the model of a spec exists, before anything slow begins and before the run directory is made."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ADAPTER, _WEIGHTS = "adapter_config.json", (".safetensors", ".safetensors.index
 
 
 def refuse_no_model(source: str, revision: str = "main", field: str = "model.path", *, weights: bool = True) -> None:
-    """SpecError, with what is there instead, unless `source` is a model's directory or an id that the hub knows.
+    """Raise SpecError unless `source` is a model's directory or an id on the hub; the error says what was found.
 
-    An adapter's directory passes. Without `weights`, so does one that holds a tokenizer alone.
+    An adapter's directory is accepted; without `weights`, so is a directory with only a tokenizer.
     """
     if os.path.isdir(source):
         if why := _lack(Path(source), weights):
@@ -33,7 +33,7 @@ def refuse_no_model(source: str, revision: str = "main", field: str = "model.pat
 
 
 def refuse_missing(model: ModelSpec) -> None:
-    """All that a spec's [model] names."""
+    """Check everything that a spec's [model] names."""
     if isinstance(model, PathModel):
         refuse_no_model(model.path, model.revision)
     if model.warm_start is not None:
@@ -41,7 +41,7 @@ def refuse_missing(model: ModelSpec) -> None:
 
 
 def _lack(directory: Path, weights: bool) -> str:
-    """Empty if nothing is lacking."""
+    """Return what a directory lacks; empty if it is complete."""
     try:
         names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
@@ -82,7 +82,8 @@ def _gguf(name: str) -> str:
 
 
 def _ask_hub(source: str, revision: str, field: str) -> None:
-    """One request, unless the model was downloaded before: transformers try for minutes where there is no network."""
+    """Send one request, unless the model was downloaded before: transformers would retry for minutes without a
+    network."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -102,13 +103,13 @@ def _ask_hub(source: str, revision: str, field: str) -> None:
     try:
         HfApi().model_info(source, revision=revision, timeout=_HUB_S)
     except GatedRepoError as error:
-        raise SpecError(f"{field} = '{source}': the hub asks for its terms to be accepted, or for a token") from error
+        raise SpecError(f"{field} = '{source}': the hub requires a token, or that you accept its terms") from error
     except RevisionNotFoundError as error:
-        raise SpecError(f"{field} = '{source}': the hub knows it, and no revision '{revision}' of it") from error
+        raise SpecError(f"{field} = '{source}': the hub has no revision '{revision}' of it") from error
     except RepositoryNotFoundError as error:
         raise SpecError(
             f"{field} = '{source}': {here}, and no such model on the hub; a private one needs a token"
         ) from error
-    except Exception as error:  # of whatever client the hub's library stands on: its versions differ
+    except Exception as error:  # the HTTP client's errors differ between versions of the hub's library
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SpecError(f"{field} = '{source}': {here}, and the hub does not answer: {why}") from error

@@ -1,11 +1,11 @@
-"""A start that is made ready before anybody knows what is to be started: `python -m tandem.io.prestart FILE MODULE...`.
+"""Start a program early, before its arguments are known: `python -m tandem.io.prestart FILE MODULE...`.
 
-consumes: a file, once its owner has written it     waits for: that file
-produces: a program that has its imports behind it when it is told what to do
+consumes: a file with the arguments     waits for: that file
+produces: a running program, whose imports were done before
 
-A program that is to be ended and started again spends most of a start on imports, which depend on nothing. So the next
-one is started early. As a program this imports the modules, and once FILE is there, runs what it names as `python -m`
-would: ["module", "argument", ...]. The process that starts it ends it, too (io/child_process.py).
+A program that is restarted often spends most of each start on imports, which do not depend on its arguments. So the
+next process is started early: it imports the modules, waits for FILE, and then runs what FILE contains as `python -m`
+would: ["module", "argument", ...]. The process that starts it also ends it (io/child_process.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
             print(f"ahead: {name} cannot be imported: {error}", file=sys.stderr, flush=True)
     module, *arguments = told(Path(path))
     sys.argv = [module, *arguments]
-    warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # that it is there was the point
+    warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)  # the module was imported on purpose
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -1,4 +1,4 @@
-"""Identify a process by pid and start time, since a pid alone is reused (Linux; elsewhere none is found)."""
+"""Identify a process by pid and start time, because pids are reused (Linux; elsewhere the identity is empty)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 
 def identity(pid: int | None = None) -> str:
-    """Empty if there is none."""
+    """Return a process's identity; empty if there is no such process. Default: this process."""
     pid = os.getpid() if pid is None else pid
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else f"{pid}:{fields[19]}"  # a zombie writes no more
+    return "" if fields[0] in "ZX" else f"{pid}:{fields[19]}"  # a zombie counts as ended
 
 
 def is_there(process: str) -> bool:
-    """Stopped is there, too."""
+    """Return whether the process exists; a stopped one does."""
     pid = process.partition(":")[0]
     return pid.isdecimal() and identity(int(pid)) == process

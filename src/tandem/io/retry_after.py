@@ -1,4 +1,4 @@
-"""How long a server asks to be left alone."""
+"""Read the Retry-After header of a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from email.utils import parsedate_to_datetime
 
 
 def retry_after_s(value: str) -> float | None:
-    """Of a Retry-After header, a number of seconds or a date; None where it is neither."""
+    """Return the seconds of a Retry-After header, which is a number or a date; None if it is neither."""
     try:
         seconds = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Files of whole tensors that several ranks write at once, each its own rows.
+"""Files of whole tensors that several ranks write together, each rank its own rows.
 
 Rank 0 writes the header and the size (`begin`), then every rank writes its parts at their bytes (`write_parts`). The
 file's bytes do not depend on how many ranks there are, and are those of `safetensors.torch.save_file`.
@@ -20,11 +20,11 @@ from tandem.io.safetensors_format import KNOWN, Stored, header_of, read_header, 
 from tandem.types import Part
 
 _AT_ONCE_BYTES = 1 << 26
-"""Of a tensor on a GPU, so much is on the host at a time."""
+"""Bytes of a GPU tensor that are on the host at a time."""
 _SYNC_BYTES = 1 << 30
-"""What has been written is sent to the disk so often: all of a large file at the end would look like a standstill."""
+"""Bytes between two fsyncs: syncing a large file only at the end would look like a stall."""
 Rectangle = tuple[int, int, int, int]
-"""Rows from and to, columns from and to; columns are all dimensions but the first."""
+"""First and last row, first and last column (ends excluded); columns are all dimensions but the first."""
 
 
 def begin(path: Path, parts: Iterable[Part], metadata: Mapping[str, str] | None = None) -> int:
@@ -38,9 +38,8 @@ def begin(path: Path, parts: Iterable[Part], metadata: Mapping[str, str] | None 
 
 
 def write_parts(path: Path, parts: Iterable[Part], *, durable: bool = True) -> int:
-    """Write `parts` into a file that was begun; return how many bytes that were. `durable`: until they are on the
-    disk."""
-    # Not a memory map: where the disk is full, writing to it would end the process instead of raising.
+    """Write `parts` into a begun file; return the number of bytes. `durable`: wait until they are on the disk."""
+    # Not a memory map: on a full disk, writing to one would end the process instead of raising an error.
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         stored = _header(descriptor, path)
@@ -58,14 +57,14 @@ def write_parts(path: Path, parts: Iterable[Part], *, durable: bool = True) -> i
 
 
 class RowFile:
-    """A file that is read by rectangles of its tensors."""
+    """A file of tensors, read by rectangles."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor, self._path = descriptor, path
         self.tensors = _header(descriptor, path)
 
     def read(self, name: str, rectangle: Rectangle | None = None) -> Tensor:
-        """Return a tensor, or a rectangle of it, in the file's type; nothing else is in memory meanwhile."""
+        """Return a tensor, or a rectangle of it, in the file's type, without reading anything else."""
         stored = self._stored(name)
         rows, columns = _matrix(stored.shape)
         top, bottom, left, right = rectangle or (0, rows, 0, columns)
@@ -80,17 +79,17 @@ class RowFile:
         return found
 
     def check(self, part: Part) -> None:
-        """CheckpointError unless the file has this tensor, in this type and shape."""
+        """Raise CheckpointError unless the file has this tensor, in this type and shape."""
         _found(self.tensors, part, self._path)
 
     def read_part(self, part: Part) -> None:
-        """Fill a part's own memory."""
+        """Read a part into its own memory."""
         self.check(part)
         part.tensor.detach().copy_(self.read(part.name, rectangle_of(part)).view(part.tensor.shape))
 
     def _stored(self, name: str) -> Stored:
         if (stored := self.tensors.get(name)) is None or stored.dtype not in KNOWN:
-            what = "is not there" if stored is None else f"is of the type {stored.dtype}, which is not read here"
+            what = "is missing" if stored is None else f"has type {stored.dtype}, which is not supported"
             raise CheckpointError(f"{self._path}: '{name}' {what}")
         return stored
 
@@ -112,7 +111,7 @@ def opened(path: Path) -> Generator[RowFile]:
 
 
 def rectangle_of(part: Part) -> Rectangle:
-    """Return where a part is in its tensor."""
+    """Return the rectangle of a part in its tensor."""
     rows = part.tensor.shape[0] if part.tensor.ndim else 1
     columns = part.tensor.numel() // rows if rows else 0
     return part.row_start, part.row_start + rows, part.col_start, part.col_start + columns
@@ -130,8 +129,8 @@ def _write(descriptor: int, stored: Stored, part: Part) -> int:
 
 
 def _runs(stored: Stored, rectangle: Rectangle) -> Iterator[tuple[int, int, int]]:
-    """Yield the runs of bytes that a rectangle is in its file: where each starts in the rectangle's own bytes, and
-    where it begins and ends in the file."""
+    """Yield the runs of bytes of a rectangle: the offset in the rectangle's own bytes, then first and last byte in the
+    file."""
     rows, columns = _matrix(stored.shape)
     top, bottom, left, right = rectangle
     if not (0 <= top <= bottom <= rows and 0 <= left <= right <= columns):
@@ -162,7 +161,7 @@ def _found(stored: Mapping[str, Stored], part: Part, path: Path) -> Stored:
     found = stored.get(part.name)
     ours = (_name_of(part.tensor.dtype), tuple(part.full_shape))
     if found is None or (found.dtype, found.shape) != ours:
-        theirs = "is not there" if found is None else f"is {found.dtype} {list(found.shape)}"
+        theirs = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
         raise CheckpointError(f"{path}: '{part.name}' {theirs}, and this rank holds some of {ours[0]} {list(ours[1])}")
     return found
 

@@ -1,6 +1,6 @@
-"""The safetensors format: 8 bytes of length, a header of JSON, then the tensors without gaps.
+"""Read and write headers of the safetensors format: 8 bytes of length, a JSON header, then tensors without gaps.
 
-Headers are written in the order and the text of `safetensors.torch.save_file`: its files and ours have the same bytes.
+Headers have the order and text of `safetensors.torch.save_file`, so that both write the same bytes.
 Nothing here imports torch.
 """
 
@@ -19,17 +19,17 @@ _TYPES = {
     "float8_e4m3fn": ("F8_E4M3", 1), "int16": ("I16", 2), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
     "int32": ("I32", 4), "float32": ("F32", 4), "float64": ("F64", 8), "int64": ("I64", 8),
 }  # fmt: skip
-"""Torch's name of a type: its code, and its width in bytes. The last type comes first in a file: the widest, so that
+"""Code and width in bytes, by torch's name of a type. The last type is first in a file: the widest is first, so that
 each tensor begins at a multiple of its width."""
 _NAMES = {code: name for name, (code, _) in _TYPES.items()}
 _ORDER = {name: -number for number, name in enumerate(_TYPES)}
 KNOWN = _TYPES.keys()
 MOST_HEADER_BYTES = 100_000_000
-"""As the library has it."""
+"""The limit of the safetensors library."""
 
 
 class Stored(NamedTuple):
-    """A tensor in a file. `offset`: of its first byte, from the start of the file."""
+    """A tensor in a file. `offset`: of its first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def header_of(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Stored]]:
-    """Return what a file of these tensors begins with, and where each tensor is. `tensors`: type and shape by name."""
+    """Return the header of a file, and the place of each tensor. `tensors`: type and shape by name."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     ends: dict[str, int] = {}
     end = 0
@@ -68,12 +68,12 @@ def header_of(
 
 
 def read_header(descriptor: int, what: object) -> dict[str, Stored]:
-    """Return the tensors of an open file. ValueError, which names `what`, if the file is not whole or of another
+    """Return the tensors of an open file. ValueError, which names `what`, if the file is incomplete or has another
     format."""
     file_bytes = os.fstat(descriptor).st_size
     text_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if not 0 < text_bytes <= min(MOST_HEADER_BYTES, file_bytes - 8):
-        raise ValueError(f"{what}: is no safetensors file, or only its beginning")
+        raise ValueError(f"{what}: is not a complete safetensors file")
     base, end = 8 + text_bytes, 0
     found: dict[str, Stored] = {}
     try:
@@ -89,5 +89,5 @@ def read_header(descriptor: int, what: object) -> dict[str, Stored]:
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{what}: its header cannot be read: {error}") from error
     if base + end != file_bytes:
-        raise ValueError(f"{what}: has {file_bytes} bytes, and its header speaks of {base + end}")
+        raise ValueError(f"{what}: has {file_bytes} bytes, but its header says {base + end}")
     return found

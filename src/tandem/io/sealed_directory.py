@@ -1,7 +1,7 @@
-"""Sealed directories: what is in one is what was put there, or it is known to be damaged.
+"""Sealed directories: any later change of their content is detected.
 
-Every file is on the disk before the manifest that names its size and SHA-256, and all of that before the directory has
-its name. A reader asks `verify` first.
+Every file is on the disk before the manifest with its size and SHA-256, and all of them before the directory gets its
+name. A reader calls `verify` first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _FORMAT = 1
 
 @contextmanager
 def sealed(path: Path, *, permit: Callable[[], None] = lambda: None) -> Generator[Path]:
-    """Fill a directory that appears under `path` when the block ends well. `permit` is asked last of all, and may
-    raise. A directory that is there already is never replaced."""
+    """Fill a directory that appears under `path` if the block succeeds. `permit` is called last, and may raise. An
+    existing directory is never replaced."""
     atomic_write.make_directory(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -41,29 +41,29 @@ def sealed(path: Path, *, permit: Callable[[], None] = lambda: None) -> Generato
         atomic_write.sync(manifest)
         atomic_write.sync(temporary)
         permit()
-        os.rename(temporary, path)  # ENOTEMPTY where there is one
+        os.rename(temporary, path)  # ENOTEMPTY if it exists
         atomic_write.sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def verify(path: Path, only: Collection[str] = ()) -> Mapping[str, int]:
-    """The files of a sealed directory, with their sizes; CheckpointDamaged names the first that is not as it was.
-    `only`: no others are looked at. CheckpointError: a whole one, of another format."""
+    """Verify a sealed directory and return its files with their sizes. CheckpointDamaged names the first changed file.
+    `only`: check only these files. CheckpointError if it has another format."""
     files = _read(path)
     for name in only or files:
         file, said = path / name, files.get(name)
         if said is None or not file.is_file() or file.is_symlink():
             raise CheckpointDamaged(f"{file}: is missing")
         if (size := file.stat().st_size) != said["size"]:
-            raise CheckpointDamaged(f"{file}: has {size} bytes, and had {said['size']}")
+            raise CheckpointDamaged(f"{file}: has {size} bytes instead of {said['size']}")
         if digest_of(file) != said["sha256"]:
             raise CheckpointDamaged(f"{file}: its content is not what was written")
     return {name: int(said["size"]) for name, said in files.items()}
 
 
 def quarantine(path: Path) -> Path:
-    """Out of the way, under a name that says so; nothing is deleted."""
+    """Rename a damaged directory to `damaged-...` and return the new path; nothing is deleted."""
     names = (path.with_name(f"damaged-{path.name}{f'-{number}' if number else ''}") for number in range(1000))
     aside = next(name for name in names if not name.exists())
     path.rename(aside)
@@ -72,7 +72,8 @@ def quarantine(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """A crash on the way leaves a hidden rest for `sweep`, and never half a directory under its name."""
+    """Remove a directory. After a crash a hidden rest may be left for `sweep`, but no partial directory under its
+    name."""
     gone = path.with_name(f".{path.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)
@@ -80,7 +81,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Remove what an earlier process left half written or half removed. Call it only as the single writer."""
+    """Remove unfinished writes and removals of an earlier process. Only the single writer may call this."""
     if not parent.is_dir():
         return
     for rest in parent.iterdir():
@@ -97,7 +98,7 @@ def digest_of(file: Path) -> str:
 
 
 def _settled(directory: Path) -> list[tuple[str, int, str]]:
-    """Its files, on the disk: name, size, digest."""
+    """Wait until all files are on the disk; return name, size and digest of each."""
     found: list[tuple[str, int, str]] = []
     for path in sorted(directory.rglob("*")):
         atomic_write.sync(path)
@@ -116,20 +117,20 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     try:
         body = cast("dict[str, Any]", parsed(content))
         del body["seal"]
-        whole = _render(body) == content and body["name"] == path.name  # of a changed manifest nothing is believed
+        whole = _render(body) == content and body["name"] == path.name  # nothing in a changed manifest is used
     except (ValueError, LookupError, TypeError, RecursionError):
         whole = False
     if not whole:
-        raise CheckpointDamaged(f"{manifest}: is not the manifest that was written for {path.name}")
+        raise CheckpointDamaged(f"{manifest}: is not the original manifest of {path.name}")
     if (found := body.get("format")) != _FORMAT:
         raise CheckpointError(
-            f"{manifest}: has format {'none' if found is None else found}, and this Tandem reads format {_FORMAT}; go "
-            "on with the Tandem that wrote it"
+            f"{manifest}: has format {'none' if found is None else found}, and this Tandem reads format {_FORMAT}; use "
+            "the Tandem that wrote it"
         )
     return body["files"]
 
 
 def _render(body: Mapping[str, Any]) -> bytes:
-    """`seal`: of all the rest."""
+    """Return the manifest's text. Its `seal` is the digest of the rest."""
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=1, sort_keys=True) + "\n").encode()

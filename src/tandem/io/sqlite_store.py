@@ -1,11 +1,11 @@
-"""The one durable store: SQLite in a directory that one process owns, written by one thread, many changes to an fsync.
+"""A durable store: SQLite in a directory that one process owns. One thread writes; an fsync covers many changes.
 
 consumes: changes (functions of a connection)   waits for: the disk
-produces: their results, once they are on it
+produces: their results, once they are on the disk
 
-Changes that arrive while the disk is busy share the next transaction. A change that raises undoes itself alone. A full
-disk refuses the changes at hand (StoreFull) and harms nothing; a disk that fails otherwise ends the store: after a
-failed fsync the content of the disk is unknown, so nothing more is acknowledged, and a restart reads what there is.
+Changes that arrive while the disk is busy share the next transaction. If a change raises, only that change is undone.
+On a full disk the current changes are refused (StoreFull), and nothing is damaged. Any other disk failure ends the
+store: after a failed fsync the content of the disk is unknown, so nothing more is acknowledged until a restart.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Files(Protocol):
-    """What is written beside the index and must be on the disk before it."""
+    """Files that must be on the disk before the index that names them."""
 
     def mark(self) -> object: ...
     def sync(self) -> None: ...
@@ -46,7 +46,7 @@ class Files(Protocol):
 
 
 class Durable:
-    """`schema`: SQL scripts, one a version; a directory of an older version is brought forward, a newer one refused."""
+    """The store. `schema`: one SQL script per version; an older database is upgraded, a newer one is refused."""
 
     def __init__(self, directory: Path, schema: Sequence[str], *, files: Files | None = None) -> None:
         atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
@@ -58,7 +58,7 @@ class Durable:
         except BaseException:
             os.close(self._lock)
             raise
-        # Opened after the first: what it reads is what is committed, never what is under way.
+        # A second connection, which reads committed data only.
         self._reading = sqlite3.connect(directory / "index.sqlite3", check_same_thread=False, isolation_level=None)
         self._changes: queue.SimpleQueue[_PendingWrite | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="durable", daemon=True)
@@ -66,16 +66,16 @@ class Durable:
 
     @property
     def broken(self) -> str:
-        """Why nothing is acknowledged any more; empty while all is well."""
+        """Why nothing is acknowledged any more; empty while the disk works."""
         return str(self._broken or "")
 
     async def write(self, change: Change[T]) -> T:
-        """Its result, after the fsync. A caller that is cancelled before the change began takes it back; later it
-        happens all the same."""
+        """Write a change; return its result after the fsync. If the caller is cancelled before the change began, it is
+        dropped; later it is still written."""
         return await asyncio.wrap_future(self.submit(change))
 
     def submit(self, change: Change[T]) -> concurrent.futures.Future[T]:
-        """The same for callers that have no event loop, or that go on meanwhile."""
+        """Queue a change, for callers without an event loop or that do not wait."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         if self._broken is not None:
             future.set_exception(self._broken)
@@ -84,12 +84,12 @@ class Durable:
         return future
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """What is committed, at once, on the caller's thread: for short questions with an index, and for recovery.
-        One thread at a time."""
+        """Read committed data at once, on the caller's thread: for short queries with an index, and for recovery. One
+        thread at a time may call this."""
         return self._reading.execute(sql, values).fetchall()
 
     def close(self) -> None:
-        """Ends what was submitted, then lets go of the directory."""
+        """Finish all submitted changes, then release the directory."""
         if self._thread.is_alive():
             self._changes.put(None)
             self._thread.join()
@@ -132,7 +132,7 @@ class Durable:
             self._files.sweep()
 
     def _apply(self, waiting: _PendingWrite) -> bool:
-        """False: it raised, was undone alone, and its caller knows."""
+        """Run a change. Return False if it raised: then it was undone, and its caller gets the error."""
         mark = self._files.mark() if self._files else None
         self._connection.execute("SAVEPOINT change")
         try:
@@ -154,7 +154,7 @@ class Durable:
         return False
 
     def _undo(self, error: Exception, mark: Any) -> StoreError:
-        """Back to what was committed before; what the callers are told."""
+        """Undo the transaction; return the error for its callers."""
         try:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
@@ -165,8 +165,8 @@ class Durable:
         except (OSError, sqlite3.Error) as worse:
             error = worse
         self._broken = StoreBroken(
-            f"{self.directory}: {type(error).__name__}: {error}; nothing more is acknowledged: mend the disk and start "
-            "the service again, which reads what was acknowledged"
+            f"{self.directory}: {type(error).__name__}: {error}; nothing more is acknowledged: repair the disk and "
+            "restart the service, which reads what was acknowledged"
         )
         _log.critical("%s", self._broken)
         return self._broken
@@ -187,7 +187,7 @@ def _fail(batch: Sequence[_PendingWrite], error: Exception) -> None:
 
 @contextmanager
 def owned(directory: Path) -> Generator[None]:
-    """By this process alone, which keeps no store in it; StoreOwned if another one holds it."""
+    """Hold a directory without opening a store in it; StoreOwned if another process holds it."""
     atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
     lock = _own(directory)
     try:
@@ -198,7 +198,7 @@ def owned(directory: Path) -> Generator[None]:
 
 @contextmanager
 def read_only(directory: Path) -> Generator[sqlite3.Connection]:
-    """Yield a connection that reads a store, also beside the process that owns it."""
+    """Yield a connection that reads a store, even while another process owns it."""
     place = (directory / "index.sqlite3").resolve()
     with closing(sqlite3.connect(f"{place.as_uri()}?mode=ro", uri=True)) as connection:
         yield connection
@@ -223,7 +223,7 @@ def _open(path: Path, schema: Sequence[str]) -> sqlite3.Connection:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     for file in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
         with suppress(FileNotFoundError):
-            file.chmod(0o600)  # an earlier release left them to the umask; SQLite makes the others like the first
+            file.chmod(0o600)  # earlier releases used the umask; SQLite gives its other files the same mode
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")

@@ -1,4 +1,4 @@
-"""A file that holds the token of a service."""
+"""Read the token file of a service."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from tandem.errors import SpecError
 
 
 def read_token(file: Path, option: str) -> str:
-    """OSError if it cannot be read. What else it may hold is never told: it may be a secret of another kind."""
+    """Return the token. OSError if the file cannot be read. Errors never quote its content, which may be another
+    secret."""
     token = file.read_bytes().strip()
     if not token or not all(33 <= byte < 127 for byte in token):
-        raise SpecError(f"{option} = '{file}': holds no token, which is one line of letters and digits")
+        raise SpecError(f"{option} = '{file}': contains no token; a token is one line of letters and digits")
     return token.decode()
 
 
 def named_token(file: Path, option: str = "--token-file") -> str:
-    """Of a file that a user named: SpecError as well if it cannot be read."""
+    """Return the token of a file that the user named; SpecError if it cannot be read."""
     try:
         return read_token(file, option)
     except OSError as error:

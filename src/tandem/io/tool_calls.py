@@ -1,4 +1,4 @@
-"""Tool calls as Hermes and Qwen models write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+"""Parse tool calls of Hermes and Qwen models: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 
 
 def parse_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """What stands outside of the calls, and the calls in their order; what cannot be read is a call with an error."""
+    """Return the text outside the calls, and the calls in order; an unreadable call has an error."""
     said, *pieces = text.split(TOOL_CALL)
     if not pieces:
         return text, []
@@ -27,7 +27,7 @@ def parse_calls(text: str) -> tuple[str, list[ToolCall]]:
 def _parse(raw: str) -> ToolCall:
     try:
         call = json.loads(raw, parse_constant=_refuse)
-        json.dumps(call, ensure_ascii=False).encode()  # a lone surrogate is no text
+        json.dumps(call, ensure_ascii=False).encode()  # refuses lone surrogates
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"it is not JSON: {error}", raw)
     if not isinstance(call, dict):

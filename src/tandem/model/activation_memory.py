@@ -1,4 +1,4 @@
-"""What backward needs of forward: kept, computed again, or kept in the host's memory."""
+"""Handle the activations that the backward pass needs: keep them, recompute them, or keep them in host memory."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 Policy = Literal["keep", "selective", "recompute", "offload"]
 
 _SMALL = 1 << 16
-"""Numbers; less is not worth a copy to the host."""
+"""Least numbers in a tensor that is copied to the host."""
 
 
 class Activations:
-    """One policy for one module. `why_not` says why it is not engaged; empty if it is."""
+    """The handling of one module's activations. `why_not`: why the requested one is not engaged; empty if it is."""
 
     def __init__(self, module: Any, policy: Policy) -> None:
         self.why_not = ""
         self.hidden = policy == "selective"
-        """What is kept is kept where autograd's hooks do not see it."""
+        """Whether kept activations are hidden from autograd's hooks."""
         self._layers: list[Any] = []
         self._offload: _Offload | None = None
         if policy == "offload":
             if next(module.parameters()).device.type == "cpu":
-                self.why_not = "the model is in the host's memory already"
+                self.why_not = "the model is in host memory already"
             else:
                 self._offload = _Offload(module)
         elif policy != "keep":
             if not module.supports_gradient_checkpointing:
-                self.why_not = f"{type(module).__name__} has no layers that transformers can compute again"
+                self.why_not = f"{type(module).__name__} has no layers that transformers can recompute"
                 return
             options: dict[str, Any] = {"use_reentrant": False}
             if policy == "selective":
@@ -45,9 +45,9 @@ class Activations:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a forward pass that has a backward."""
+        """Wrap a forward pass that is followed by a backward pass."""
         for layer in self._layers:
-            layer.training = True  # what is computed again looks at its own flag; what is inside stays in eval mode
+            layer.training = True  # recomputation checks this flag; the modules inside stay in eval mode
         try:
             with self._offload.hooks() if self._offload else nullcontext():
                 yield
@@ -73,7 +73,7 @@ def _dear(_context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
 
 
 class _Offload:
-    """torch's own `save_on_cpu` would copy the weights as well, every time that a layer saves one."""
+    """Moves activations to the host. torch's `save_on_cpu` would also copy each weight that a layer saves."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -86,7 +86,7 @@ class _Offload:
             if tensor.numel() < _SMALL or tensor.untyped_storage().data_ptr() in weights:
                 return tensor
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.copy_(tensor, non_blocking=True)  # in the order of this stream, as the copy back is
+            host.copy_(tensor, non_blocking=True)  # ordered by this stream, as the copy back is
             return tensor.device, host
 
         def unpack(packed: Any) -> Tensor:

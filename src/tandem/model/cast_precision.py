@@ -1,4 +1,4 @@
-"""A module that was loaded in float32 becomes one of bfloat16."""
+"""Convert a module that was loaded in float32 to bfloat16."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @torch.no_grad()
 def narrow(module: Any, device: torch.device, adopt: Callable[[str, Tensor], Tensor] | None) -> None:
-    """Parameter by parameter, straight onto its device. `adopt(name, exact)` says what serves for an exact tensor, and
-    may keep what that lacks; without it, frozen weights are rounded. Buffers stay as they are: a rotary table in bf16
-    is another model."""
+    """Convert parameter by parameter, directly onto the device. `adopt(name, exact)` returns the 16-bit tensor for an
+    exact one, and may keep the missing bits; without it, weights are rounded. Buffers are not changed: with a rotary
+    table in bf16 it would be another model."""
     for name, parameter in module.named_parameters():
         exact = parameter.data.to(device)
         parameter.data = adopt(name, exact) if adopt else exact.to(torch.bfloat16)

@@ -1,7 +1,7 @@
-"""A deployable copy of a policy that is being trained, in Hugging Face format: a whole model, or an adapter.
+"""Write a deployable copy of a policy during training, in Hugging Face format: a whole model, or an adapter.
 
-The values of what is trained were copied before; everything else never changes. So it is written on any thread, while
-the next step is under way.
+The trained values were copied before, and everything else never changes. So any thread can write it during the next
+step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-_INNER = "base_model.model."  # how PEFT calls a module that it stands around
+_INNER = "base_model.model."  # PEFT's prefix of the wrapped module's names
 
 
 class Deployer:
@@ -24,10 +24,10 @@ class Deployer:
         self._module, self._adapter = module, adapter
         trained = {tensor.data_ptr() for _, tensor in module.named_parameters() if tensor.requires_grad}
         self._fixed = [name for name, tensor in module.state_dict().items() if tensor.data_ptr() not in trained]
-        self._tokenizer = tokenizer_files(tokenizer)  # here and now: a tokenizer is not safe for two threads
+        self._tokenizer = tokenizer_files(tokenizer)  # read now, because a tokenizer is not thread-safe
 
     def write(self, trained: Mapping[str, Tensor], directory: Path) -> None:
-        """`trained`: by the names of the policy's trainable parameters."""
+        """Write the copy. `trained`: values by the names of the policy's trainable parameters."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._tokenizer.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)

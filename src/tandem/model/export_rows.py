@@ -1,6 +1,6 @@
-"""A policy of several ranks in Hugging Face format: each rank writes its rows, rank 0 all that is no tensor.
+"""Write a policy of several ranks in Hugging Face format: each rank writes its rows, rank 0 everything else.
 
-The files are those of `export_copy.Deployer` and of `save_pretrained`: same names, same bytes.
+The files have the names and bytes of those of `export_copy.Deployer` and `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tandem.types import Part
 
 METADATA = {"format": "pt"}
 _PATTERN, _INDEX, _MOST = "model{suffix}.safetensors", "model.safetensors.index.json", "50GB"
-"""As `save_pretrained` has them by itself."""
+"""The defaults of `save_pretrained`."""
 
 
 class RowDeployer:
     def __init__(self, module: Any, tokenizer: Any) -> None:
-        """`module`: of the whole model; its parameters may be on the meta device, its buffers have their values."""
+        """`module`: the whole model; its parameters may be on the meta device, its buffers have values."""
         refuse_converted(module, module.config._name_or_path, "model")
         names, self._buffers = _saved_names(module)
         types = {saved: _tensor(module, name) for saved, name in names.items()}
@@ -38,7 +38,7 @@ class RowDeployer:
         self._place = {names[saved]: (file, saved) for saved, file in split.tensor_to_filename.items()}
         self._files = list(split.filename_to_tensors)
         with tempfile.TemporaryDirectory() as place:
-            module.save_pretrained(place, state_dict={})  # config and the like
+            module.save_pretrained(place, state_dict={})  # config and similar files
             self._companions = tokenizer_files(tokenizer) | files_of(Path(place))
         if split.is_sharded:
             metadata = {"total_parameters": module.num_parameters(), **split.metadata}
@@ -54,7 +54,7 @@ class RowDeployer:
             file, saved = self._place[part.name]
             found[file].append(part._replace(name=saved))
         if rank == 0 and (missing := self._place.keys() - {part.name for part in [*trained, *buffers]}):
-            raise CheckpointError(f"export: '{min(missing)}' belongs to the model, and is not there to be written")
+            raise CheckpointError(f"export: '{min(missing)}' belongs to the model, but no rank has it")
         return found
 
     def names(self) -> dict[str, list[str]]:
@@ -65,20 +65,20 @@ class RowDeployer:
         return found
 
     def saved(self, name: str) -> str:
-        """Return what a parameter is called in its file."""
+        """Return the name of a parameter in its file."""
         return self._place[name][1]
 
     def write_companions(self, directory: Path) -> None:
-        """Rank 0: everything but the tensors. On any thread."""
+        """Write everything except the tensors; on rank 0, on any thread."""
         for name, content in self._companions.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
 
 
 class MergedExport:
-    """Adapters merged into a base of which every rank holds some rows: one tensor at a time is whole, on rank 0's host.
+    """Merges adapters into a base whose rows are on several ranks; one tensor at a time is whole, on rank 0's host.
 
-    Every rank makes one and iterates over the same parts; PEFT merges, as it does on one rank.
+    Every rank creates one and iterates over the same parts. PEFT does the merging, as on one rank.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class MergedExport:
             yield self._part(name, self._merged(name) if like.is_meta else like)
 
     def write_companions(self, directory: Path) -> None:
-        """Rank 0: the adapters apart, and everything that is no tensor."""
+        """Write the separate adapters and everything that is no tensor; on rank 0."""
         self._adapted.save_pretrained(directory / "adapter")
         self._files.write_companions(directory)
 
@@ -132,14 +132,14 @@ class MergedExport:
 
 
 def _saved_names(module: Any) -> tuple[dict[str, str], Mapping[str, Tensor]]:
-    """Return, by the name in a file, the name of each parameter and saved buffer; and those buffers. What is tied is
+    """Return the name of each parameter and saved buffer by its name in a file, and those buffers. Tied tensors are
     saved once, under the name that transformers chooses."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     buffers: dict[str, Tensor] = {}
-    stand_ins: dict[str, Tensor] = {}  # one number each, whose memory says which tensor it stands for
+    stand_ins: dict[str, Tensor] = {}  # one number each, whose address identifies the tensor
     by_name: dict[str, Tensor] = {}
     for key in module.state_dict():
         tensor = _tensor(module, key)

@@ -1,8 +1,8 @@
-"""How a model is run over a micro-batch: masked rows as they stand; or, if asked for, packed and with compiled layers.
+"""Run a model over a micro-batch: with masked rows, or if requested, packed and with compiled layers.
 
-Whether a model's attention obeys `spans` is tried on it, when it is loaded: what one sequence comes to must not change
-by a bit with the tokens of another, must change with its own prompt, and must be what masked rows come to. Its layers
-are compiled in the same trial, forward and backward. What cannot be had is not used, and says why.
+When a model is loaded, a trial checks that its attention obeys `spans`. A sequence's result must not change at all with
+another sequence's tokens, must change with its own prompt, and must equal that of masked rows. Another trial compiles
+the layers, forward and backward. An option that fails its trial is not used, and the reason is reported.
 
 Shapes: B rows, T positions, N trained tokens, H hidden.
 """
@@ -23,14 +23,14 @@ from tandem.types import MicroBatch, PackedRows
 _log = logging.getLogger(__name__)
 
 _SELECTIVE = 0.85
-"""Of what a layer's graph would keep. Outputs of norms and the last product's input are made again, attention is not:
-that would begin between 0.7 and 0.8."""
+"""Share of a compiled layer's activations that are kept. Outputs of norms and the input of the last product are
+recomputed; attention is not, which would begin between 0.7 and 0.8."""
 _NEAR = 0.1
-"""Of a norm: how far packed rows may be from masked ones. Both are rounded to 16 bits after every operation."""
+"""Largest relative difference between packed and masked rows, which are both rounded to 16 bits at every operation."""
 
 
 class Forward:
-    """Of one module, and of others with the same config: a reference, a teacher."""
+    """Runs a module, and others with the same config (a reference, a teacher)."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Forward:
         selective: bool = False,
         why_not_compiled: str = "",
     ) -> None:
-        """`selective`: compiled layers compute again what is cheap. `why_not_compiled`: what the caller knows to speak
-        against compiling."""
+        """`selective`: compiled layers recompute cheap activations. `why_not_compiled`: the caller's reason not to
+        compile; empty if there is none."""
         self.why_masked = packed_attention.why_not(module) if packed else "model.attention is not 'packed'"
         self.why_not_compiled = why_not_compiled or self.why_masked or ("" if compiled else "model.compile = false")
         if self.why_masked:
@@ -54,18 +54,18 @@ class Forward:
             module.config.get_text_config()._attn_implementation = theirs
             self.why_not_compiled = self.why_masked
         elif not self.why_not_compiled:
-            functorch.activation_memory_budget = _SELECTIVE if selective else 1.0  # of the whole process
+            functorch.activation_memory_budget = _SELECTIVE if selective else 1.0  # holds for the whole process
             self.why_not_compiled = _why_not(lambda: _try_compiled(module))
             if self.why_not_compiled:
                 _compile(module, undo=True)
 
     @property
     def shares_freely(self) -> bool:
-        """A prompt that siblings share costs no mask."""
+        """Whether samples can share a prompt without an attention mask."""
         return not self.why_masked
 
     def hidden(self, head: Head, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Hidden states, and at which of them each trained token is predicted."""
+        """Return hidden states, and for each trained token the index of the one that predicts it."""
         if not self.why_masked and head.config.get_text_config()._attn_implementation == packed_attention.NAME:
             hidden_TH = _packed(head.body, micro.ids_BT, micro.positions_BT, micro.packed)
             return hidden_TH, micro.packed.place_of[micro.source_N]
@@ -81,11 +81,11 @@ def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: PackedRows)
 
 
 def _mask(config: Any, segments_BT: Tensor, parents_BT: Tensor, positions_BT: Tensor) -> tuple[Any, Tensor]:
-    """And the positions that go with it."""
+    """Return the attention mask and the positions for it."""
     if attention_masks.plainly_causal(config) and bool(
         (segments_BT <= 0).all()
     ):  # one sequence a row, padding on the right
-        # transformers reads sequences off positions that restart: padding counts on, or it would build a mask.
+        # transformers takes restarting positions for new sequences, so padding continues the count to avoid a mask.
         return None, torch.arange(positions_BT.shape[1], device=positions_BT.device).expand_as(positions_BT)
     order_T = torch.arange(segments_BT.shape[1], device=segments_BT.device)
     keys_B1T = segments_BT[:, None, :]
@@ -102,12 +102,12 @@ def _why_not(trial: Any) -> str:
     try:
         return trial()
     except Exception as error:  # noqa: BLE001 - kernels and a compiler run here; the plain way is there for all else
-        _log.warning("the plain way is taken: %s: %s", type(error).__name__, str(error)[:2000])
+        _log.warning("the option is not used, its trial failed: %s: %s", type(error).__name__, str(error)[:2000])
         return f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
 
 
 class _Trial:
-    """A prompt of 5 with branches of 7 and 4, and a sequence of 6 in a row of its own."""
+    """Test input: a prompt of 5 tokens with branches of 7 and 4, and a sequence of 6 in another row."""
 
     def __init__(self, module: Any) -> None:
         device = next(module.parameters()).device
@@ -122,7 +122,7 @@ class _Trial:
         self.config = module.config
 
     def ids(self, changed: slice | None = None) -> Tensor:
-        """`changed`: flat positions that hold other tokens."""
+        """Return the ids. `changed`: flat positions that get other tokens."""
         ids = (torch.arange(32, device=self.segments_BT.device) * 7 + 1) % self.vocab
         if changed is not None:
             ids[changed] = (ids[changed] + 3) % self.vocab
@@ -144,11 +144,11 @@ def try_spans(module: Any) -> str:
     prompt, first, second, alone = slice(0, 5), slice(5, 12), slice(12, 16), slice(16, 22)
     for changed, same in ((second, first), (first, second), (alone, first), (first, alone), (first, prompt)):
         if not torch.equal(trial.hidden(changed)[same], plain[same]):
-            return "its forward does not hand `spans` on to its attention: sequences of one row saw each other"
+            return "its forward does not pass `spans` to its attention: sequences of one row affect each other"
     if torch.equal(trial.hidden(prompt)[second], plain[second]):
-        return "its forward does not hand `spans` on to its attention: a branch did not see its prompt"
+        return "its forward does not pass `spans` to its attention: a branch ignores its prompt"
     off = (plain - trial.masked()).float().norm() / plain.float().norm()
-    return "" if off < _NEAR else f"packed rows came to something else than masked ones ({float(off):.3f} of the norm)"
+    return "" if off < _NEAR else f"packed rows give another result than masked ones ({float(off):.3f} of the norm)"
 
 
 def _try_compiled(module: Any) -> str:
@@ -164,14 +164,14 @@ def _try_compiled(module: Any) -> str:
         for layer in _layers(module):
             layer.training = False
     off = (hidden_TH.detach() - plain).float().norm() / plain.float().norm()
-    return "" if off < _NEAR else f"compiled layers came to something else ({float(off):.3f} of the norm)"
+    return "" if off < _NEAR else f"compiled layers give another result ({float(off):.3f} of the norm)"
 
 
 # --- compiled layers
 
 
 class _Compiled:
-    """A layer's call: compiled where `spans` are given, which is where training is, and as it was where not."""
+    """A layer's call: compiled if `spans` are given, which only training does; otherwise unchanged."""
 
     def __init__(self, layer: Any) -> None:
         self._plain = layer._call_impl
@@ -183,7 +183,7 @@ class _Compiled:
 
 def _compile(module: Any, *, undo: bool = False) -> None:
     for layer in _layers(module):
-        layer._compiled_call_impl = None if undo else _Compiled(layer)  # where torch keeps its own; copies lose it
+        layer._compiled_call_impl = None if undo else _Compiled(layer)  # torch's attribute, which copies lose
 
 
 def _layers(module: Any) -> list[Any]:

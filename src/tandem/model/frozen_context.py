@@ -1,7 +1,7 @@
-"""Logprobs whose gradient stops at the context: what stands before the first trained token is computed without one.
+"""Compute logprobs without a gradient through the context, which is everything before the first trained token.
 
-The forward pass is the same. The gradient is a part of the whole one: what the context's own keys and values would have
-to become is left out. Sequences are computed one by one, each after its own context.
+The forward pass is the same. The gradient lacks the contribution through the context's keys and values. Sequences are
+computed one by one, each after its own context.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.types import MicroBatch, TokenLogprobs
 
 
 def logprobs(head: Head, micro: MicroBatch, temperature: float, top_p: float) -> TokenLogprobs:
-    """Of every trained token, in the micro-batch's order."""
+    """Return the logprobs of every trained token, in the micro-batch's order."""
     values: list[Tensor] = []
     entropies: list[Tensor] = []
     for ids_T, sources_N, targets_N in _sequences(micro):
@@ -28,7 +28,7 @@ def logprobs(head: Head, micro: MicroBatch, temperature: float, top_p: float) ->
 
 
 def _after_context(head: Head, ids_T: Tensor, begins: int) -> tuple[Tensor, int]:
-    """Hidden states from the position that predicts the first trained token, `begins`; it has a gradient itself."""
+    """Return the hidden states from position `begins` on, which predicts the first trained token and has a gradient."""
     from transformers import DynamicCache
 
     positions_T = torch.arange(len(ids_T), device=ids_T.device)
@@ -41,7 +41,7 @@ def _after_context(head: Head, ids_T: Tensor, begins: int) -> tuple[Tensor, int]
 
 
 def _sequences(micro: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Each sequence's ids, and where in them its trained tokens stand, and what predicts those. No shared prompts."""
+    """Yield each sequence's ids, the positions that predict its trained tokens, and the positions of those tokens."""
     width = micro.ids_BT.shape[1]
     for number in range(len(micro.group_S)):
         mine_N = micro.sequence_N == number
@@ -49,7 +49,7 @@ def _sequences(micro: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         row, column = divmod(first, width)
         segment = micro.segments_BT[row, column]
         if not torch.equal(micro.parents_BT[row], micro.segments_BT[row]):
-            raise AssertionError("a frozen context is each sequence's own, and prompts were shared")
+            raise AssertionError("a frozen context does not support shared prompts")
         (inside_T,) = torch.nonzero(micro.segments_BT[row] == segment, as_tuple=True)
         start = row * width + int(inside_T[0])
         yield micro.ids_BT[row, inside_T], micro.source_N[mine_N] - start, micro.target_N[mine_N] - start

@@ -1,4 +1,4 @@
-"""Checkpoints, loaded whole or not at all: transformers alone fills what a file lacks with random numbers."""
+"""Load checkpoints completely or not at all: transformers would fill missing weights with random numbers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def load_model(path: str, revision: str, attention: str, field: str = "model.pat
 
 
 def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = False, **options: Any) -> Any:
-    """A module of which every weight came from `source`; with `nothing_left`, every weight of `source` is in it too.
+    """Load a module whose every weight came from `source`; with `nothing_left`, it also uses every weight of `source`.
 
-    Which names are the same weight (tied ones) and which may be absent is what transformers knows of its models.
+    transformers knows which names are tied and which may be missing.
     """
     from safetensors import SafetensorError
 
@@ -37,14 +37,14 @@ def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = Fal
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SpecError(f"{field} = '{source}': no causal language model can be loaded from it: {error}") from error
-    if os.path.isdir(source):  # or else peft writes this machine's path into every adapter, as the name of its base
+    if os.path.isdir(source):  # otherwise peft writes this machine's path into every adapter as its base
         module.name_or_path = module.config._name_or_path = ""
     refuse_incomplete(module, report, source, field, nothing_left=nothing_left)
     return module
 
 
 def refuse_incomplete(module: Any, report: Any, source: str, field: str, *, nothing_left: bool = False) -> None:
-    """SpecError unless transformers' report says that every weight of the module came from `source`."""
+    """Raise SpecError unless transformers' report says that every weight of the module came from `source`."""
     faults = {
         "missing from it": report["missing_keys"],
         "of another shape in it": [key for key, *_ in report["mismatched_keys"]],
@@ -55,7 +55,7 @@ def refuse_incomplete(module: Any, report: Any, source: str, field: str, *, noth
 
 
 def refuse_faults(faults: dict[str, Iterable[str]], what: str) -> None:
-    """SpecError with the count and the first names of each kind, if there are any."""
+    """Raise SpecError, with the count and the first names of each kind, if there are any faults."""
     found = {kind: sorted(names) for kind, names in faults.items()}
     told = [
         f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
@@ -76,14 +76,14 @@ def is_adapter(source: str, field: str) -> bool:
 
 
 def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
-    """What transformers would load as something else than the exact weights of one model."""
+    """Raise SpecError if transformers would not load exactly this model's weights."""
     from transformers import AutoConfig
 
     refuse_no_model(path, revision, field)
-    if is_adapter(path, field):  # it would look for the base model, and load that
+    if is_adapter(path, field):  # transformers would load the base model instead
         raise SpecError(
-            f"{field} = '{path}': is an adapter; set {field} to the model that it was trained on; an adapter to begin "
-            "with is named in model.warm_start"
+            f"{field} = '{path}': is an adapter; set {field} to the model that it was trained on, and "
+            "model.warm_start to the adapter"
         )
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -92,5 +92,5 @@ def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
     if getattr(config, "quantization_config", None):
         raise SpecError(
             f"{field} = '{path}': its weights are quantised; set {field} to the exact model (model.lora.base = 'int8' "
-            "or 'nf4' holds the base of adapters in few bits)"
+            "or 'nf4' quantises the base of adapters)"
         )

@@ -1,8 +1,8 @@
-"""A model directory, read by rows: no rank has more of the model in memory than its share and one tensor.
+"""Read a model directory by rows, so that no rank has more in memory than its share and one tensor.
 
-transformers makes the module and says which tensor of the files is which weight, from stand-ins: tensors of the right
-shape that are one number in memory. So whatever `load_checkpoint.load_whole` refuses is refused here, too, before any
-weight is read.
+transformers builds the module from stand-ins: tensors of the right shape that are one number in memory. Their addresses
+show which tensor of the files is which weight. So everything that `load_checkpoint.load_whole` refuses is refused here,
+too, before any weight is read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 RowsOf = Callable[[Tensor, int, int], Tensor]
-"""Some rows of a parameter, in float32: the parameter, the first row and the one behind the last."""
+"""Reads rows of a parameter in float32. Arguments: the parameter, the first row, the row after the last."""
 
 
 class _Source(NamedTuple):
-    """Where a stand-in's rows are. The stand-in is kept: another tensor could have its address otherwise."""
+    """The place of a stand-in's rows. The stand-in is kept, so that no other tensor gets its address."""
 
     stand_in: Tensor
     file: row_file.RowFile
@@ -39,10 +39,10 @@ class _Source(NamedTuple):
 def opened_model(
     path: str, revision: str, attention: str, field: str = "model.path", *, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[Any, RowsOf]]:
-    """Yield a module whose parameters are stand-ins, and what reads their rows. Its buffers are as they must be.
+    """Yield a module whose parameters are stand-ins, and a function that reads their rows. Its buffers have values.
 
-    `field`: the field of the spec that errors name. `dtype`: of the stand-ins. A stand-in stays one when the parameter
-    is renamed or tied; rows can be read until the block ends.
+    `field`: the field of the spec that errors name. `dtype`: of the stand-ins. Stand-ins work even if parameters are
+    renamed or tied. Rows can be read until the block ends.
     """
     refuse_unfit(path, revision, field)
     with ExitStack() as stack:
@@ -97,7 +97,7 @@ def _skeleton(
     refuse_incomplete(module, report, path, field)
     _generate_as_told(module, path, revision)
     if odd := [name for name, tensor in module.named_parameters() if _identity(tensor) not in sources]:
-        raise SpecError(f"{field} = '{path}': '{odd[0]}' is made of several tensors of it, so {_BY_ROWS}")
+        raise SpecError(f"{field} = '{path}': '{odd[0]}' is made of several tensors in the files, so {_BY_ROWS}")
     for name, buffer in module.named_buffers():
         if source := sources.get(_identity(buffer)):
             owner, _, key = name.rpartition(".")
@@ -109,7 +109,7 @@ _BY_ROWS = "its rows cannot be read by several ranks; set parallel.ranks = 1"
 
 
 def refuse_converted(module: Any, path: str, field: str) -> None:
-    """SpecError where transformers stacks or cuts what files hold: rows of a weight are not rows of a file's tensor."""
+    """Raise SpecError if transformers stacks or cuts tensors of files: then a weight's rows are not a file's rows."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -120,7 +120,7 @@ def refuse_converted(module: Any, path: str, field: str) -> None:
 
 
 def _generate_as_told(module: Any, path: str, revision: str) -> None:
-    """As `from_pretrained` does of a directory."""
+    """Set the generation config, as `from_pretrained` does."""
     from transformers import GenerationConfig
 
     module.config._name_or_path = path
@@ -136,7 +136,7 @@ def _generate_as_told(module: Any, path: str, revision: str) -> None:
 
 
 def _files(path: str, revision: str) -> list[Path]:
-    """Return the files of tensors that a directory, or a model of the hub, has."""
+    """Return the files of tensors of a directory or a hub model."""
     from transformers.utils.hub import cached_file
 
     def found(name: str) -> str | None:
@@ -149,12 +149,12 @@ def _files(path: str, revision: str) -> list[Path]:
     names: set[str] = set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
     files = {name: found(name) for name in sorted(names)}
     if missing := [name for name, file in files.items() if file is None]:
-        raise OSError(f"{_INDEX} names {missing[0]}, which is not there")
+        raise OSError(f"{_INDEX} names {missing[0]}, which is missing")
     return [Path(file) for file in files.values() if file is not None]
 
 
 def _narrow(module: Any, sources: dict[int, _Source], dtype: torch.dtype) -> None:
-    """As cast_precision.narrow does with values."""
+    """Replace stand-ins by narrower ones, as cast_precision.narrow does with values."""
     for parameter in module.parameters():
         source = sources[_identity(parameter)]
         parameter.data = _stand_in(parameter.shape, dtype)
@@ -167,7 +167,7 @@ def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Of a stand-in: views and parameters of it have the same."""
+    """Return a stand-in's identity, which its views and parameters share."""
     return tensor.untyped_storage().data_ptr()
 
 

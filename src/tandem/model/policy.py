@@ -30,8 +30,8 @@ from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
 
 Inside = Callable[..., Any]
-"""`inside(function, *args)` calls the function where all weights of a module are there to be read. What it returns
-must be tensors, or tuples of them, if there is to be a gradient."""
+"""`inside(function, *args)` calls the function while all weights of a module can be read. For a gradient, the function
+must return tensors or tuples of tensors."""
 
 
 def _directly(function: Callable[..., Any], *args: Any) -> Any:
@@ -54,8 +54,7 @@ class CausalPolicy:
         place: Callable[[Any, Any], Inside] | None = None,
     ) -> None:
         """`adapter`: path of a saved adapter that `lora` starts from. `packed`, `compiled`: see model/forward.py.
-        `place` takes the module and PEFT's view of it, puts its weights where they are to be, and returns how to run
-        it."""
+        `place` gets the module and PEFT's view of it, moves its weights to their place, and returns how to run it."""
         attention_masks.check_attention(module.config)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = add_lora(module, lora) if lora else None
@@ -72,7 +71,7 @@ class CausalPolicy:
         by_compiler = compiled and activations == "selective"
         self.activations = Activations(module, "keep" if by_compiler else activations)
         self.head = Head(module, len(tokenizer))
-        module.eval()  # also while training: with dropout it would not be the policy that the engine samples from
+        module.eval()  # even for training: with dropout it would not be the policy that the engine samples from
         why_not = _why_not_compiled(module, activations)
         self.forward: Forward = self._inside(
             lambda: Forward(module, packed=packed, compiled=compiled, selective=by_compiler, why_not_compiled=why_not)
@@ -167,7 +166,7 @@ class CausalPolicy:
         return head.logprobs(hidden_TH[source_N], ids_N, temperature, top_p)
 
     def _inside_of(self, head: Head) -> Inside:
-        """How the module of this head is run: the policy's, or its reference's."""
+        """Return how to run the module of this head, which is the policy's or its reference's."""
         return self._inside
 
     def head_bytes(self, num_tokens: int, top_p: float) -> tuple[int, int]:

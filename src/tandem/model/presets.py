@@ -1,4 +1,4 @@
-"""Models made from scratch: Qwen3 architecture, sizes for a laptop."""
+"""Make models from scratch: Qwen3 architecture, small enough for a laptop."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A frozen base in 8 or 4 bits (bitsandbytes), for adapters to be trained on.
+"""Load a frozen base in 8 or 4 bits (bitsandbytes), on which adapters are trained.
 
-bitsandbytes keeps the weights; the arithmetic is ours, one for trainer and engine. Its own products differ with the
-batch that a token comes in (the outliers of 8 bits), or repack the weights at the first product without a gradient and
-have none to give from then on (4 bits on a CPU with AVX-512 BF16).
+bitsandbytes stores the weights. Tandem computes the products itself, in the same way for trainer and engine: with
+bitsandbytes' own products a token's result depends on its batch (outliers of 8 bits), or the weights are repacked at
+the first product without a gradient and have no gradient from then on (4 bits on a CPU with AVX-512 BF16).
 
 Shapes: O output features, I input features.
 """
@@ -25,7 +25,7 @@ from tandem.model.lora import quiet_bitsandbytes
 def load_quantized(
     path: str, revision: str, attention: str, *, base: Literal["int8", "nf4"], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Its linear layers in few bits, the head and all else in `dtype`, straight onto `device`."""
+    """Load the linear layers in 8 or 4 bits, the head and everything else in `dtype`, directly onto `device`."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     refuse_missing_package(base)
@@ -43,7 +43,7 @@ def load_quantized(
     parts = quantized_parts(module)
     if not parts:
         raise SpecError(
-            f"model.lora.base = '{base}': {type(module).__name__} has no linear layer that bitsandbytes could take; "
+            f"model.lora.base = '{base}': {type(module).__name__} has no linear layer that bitsandbytes supports; "
             "set model.lora.base = 'exact'"
         )
     for part in parts:
@@ -60,19 +60,19 @@ def refuse_missing_package(base: str) -> None:
 
 
 def quantized_parts(module: Any) -> list[Any]:
-    # Its own weight: an adapter's layer shows that of the layer inside it.
+    # Only a part's own weight: an adapter's layer also returns that of its inner layer.
     return [part for part in module.modules() if type(part._parameters.get("weight")).__name__ in _KINDS]
 
 
 def share(module: Any) -> float:
-    """Of the model's numbers, so many are held in few bits."""
+    """Return the share of the model's parameters that are quantised."""
     few = sum(part.in_features * part.out_features for part in quantized_parts(module))
     exact = sum(tensor.numel() for tensor in module.parameters() if type(tensor).__name__ not in _KINDS)
     return few / (few + exact)
 
 
 def exact_weight(part: Any, dtype: torch.dtype) -> Tensor:
-    """What the bits of a layer stand for, `[O, I]`."""
+    """Return the dequantised weight of a layer, `[O, I]`."""
     weight = part.weight
     if type(weight).__name__ == "Int8Params":
         return (weight.data * (weight.SCB / 127)[:, None]).to(dtype)
@@ -90,7 +90,7 @@ def _forward(part: Any, inputs: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Exact weights exist for one layer at a time: backward computes them again."""
+    """A layer's product. Dequantised weights exist for one layer at a time; the backward pass computes them again."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, part: Any) -> Tensor:
@@ -105,9 +105,10 @@ class _Product(torch.autograd.Function):
 
 @torch.no_grad()
 def merged(module: Any) -> Any:
-    """A plain model on the CPU that computes what `module` does, adapter included: as many bits as its other weights.
+    """Return a plain model on the CPU that is equal to `module` with its adapter merged, in the type of its other
+    weights.
 
-    Not of the weights that the base was made from: the adapter was trained on what the bits stand for.
+    It has the dequantised weights, not the original ones, because the adapter was trained on the dequantised ones.
     """
     config = copy.deepcopy(module.config)
     del config.quantization_config
@@ -117,7 +118,7 @@ def merged(module: Any) -> Any:
     state = {name: exact(module, name).cpu() for name in plain.state_dict() if name not in tied}
     plain.load_state_dict(state, strict=False, assign=True)
     for name, _ in list(plain.named_buffers()):
-        if name not in state:  # a rotary table, which no checkpoint holds
+        if name not in state:  # a rotary table, which checkpoints lack
             owner, _, leaf = name.rpartition(".")
             plain.get_submodule(owner)._buffers[leaf] = exact(module, name).cpu()
     plain.tie_weights()
@@ -126,7 +127,7 @@ def merged(module: Any) -> Any:
 
 
 def exact(module: Any, name: str) -> Tensor:
-    """What stands in a module of adapters and few bits for a plain model's tensor of this name."""
+    """Return a plain model's tensor of this name, computed from a quantised module with adapters."""
     owner, _, leaf = name.rpartition(".")
     part = module.get_submodule(owner)
     base = part.get_base_layer() if hasattr(part, "get_base_layer") else part

@@ -1,14 +1,14 @@
-"""A policy of which each rank holds some rows: torch's FSDP2, with sums in the order of train/gradient_tree.py.
+"""A policy whose rows are on several ranks, by torch's FSDP2, with sums in the order of train/gradient_tree.py.
 
-Each decoder layer is a unit, and the rest of the module (embeddings, norm, head: tied weights are in one unit) another.
-A unit's weights are gathered before they are read and freed after it; gradients go to the ranks that hold the rows.
-Adapters (layout `whole`) are on every rank, and their gradients are summed in the same order. On several hosts
-(hosts.py) all of that happens within each host, and then the sums of hosts are added.
+Each decoder layer is a unit. The rest of the module (embeddings, norm, head) is one more unit, so that tied weights are
+in the same unit. A unit's weights are all-gathered before use and freed afterwards; gradients go to the ranks that hold
+the rows. Adapters (layout `whole`) are on every rank, and their gradients are summed in the same order. On several
+hosts (hosts.py) this happens within each host, and then the hosts' sums are added.
 
-Everything of FSDP2 that torch calls private is used in this file alone:
+Private parts of FSDP2 are used in this file only:
 
-- its sum over ranks is replaced: pieces are sent to the rank that holds the rows, and added there as a tree;
-- the float32 sum is kept here: for bf16 weights FSDP2 would round it to bf16;
+- its reduce-scatter is replaced: pieces are sent to the rank that holds the rows, and added there as a tree;
+- the float32 sum is kept here, because FSDP2 would round it to bf16 for bf16 weights;
 - a computation is a forward pass of the whole module (`inside`), because the head and the loss read weights, too.
 """
 
@@ -44,7 +44,7 @@ _INSIDE = "_tandem_inside"
 
 
 class Local(NamedTuple):
-    """What this rank holds of a parameter: plain memory, that FSDP2 gathers from."""
+    """This rank's rows of a parameter: the memory that FSDP2 gathers from."""
 
     name: str
     tensor: Tensor
@@ -53,7 +53,7 @@ class Local(NamedTuple):
 
 
 class Rows:
-    """The rows of one module on this rank. `tree` adds the parts of ranks; `tick` is called as work goes on."""
+    """The rows of one module on this rank. `tree` adds the parts of ranks; `tick` is called to show progress."""
 
     def __init__(self, hosts: Hosts, device: torch.device, *, tree: Tree, tick: Callable[[], None]) -> None:
         self.rank, self.hosts, self.device = hosts.rank, hosts, device
@@ -67,15 +67,15 @@ class Rows:
         self._hosts_present: list[bool] = []
         self.local: list[Local] = []
         self.whole: list[tuple[str, Tensor]] = []
-        """What is trained and on every rank."""
+        """Trained tensors that are on every rank."""
 
     def another(self) -> Rows:
         """For a second module on the same ranks."""
         return Rows(self.hosts, self.device, tree=self._tree, tick=self._tick)
 
     def shard(self, module: Any, values: Callable[[str, int, int], Tensor]) -> Inside:
-        """`module` has its parameters on the meta device, adapters and buffers apart. `values(name, from, to)` gives
-        these rows, in the parameter's type."""
+        """Shard a module whose parameters, except adapters, are on the meta device. `values(name, from, to)` returns
+        rows in the parameter's type. Return how to run the module."""
         whole = {each for name, each in module.named_parameters() if not each.is_meta}
         for each in [*whole, *module.buffers()]:
             each.data = each.data.to(self.device)
@@ -88,7 +88,7 @@ class Rows:
         self._units = [*_layers(module), module]
         for unit in self._units[:-1]:
             fully_shard(unit, **options)
-        fully_shard(module, reshard_after_forward=False, **options)  # read again at once, by the head's backward
+        fully_shard(module, reshard_after_forward=False, **options)  # the head's backward pass needs it at once
         module._apply(lambda each: torch.empty_like(each, device=self.device) if each.is_meta else each)
         self._module = module
         for unit in self._units:
@@ -111,10 +111,10 @@ class Rows:
         return done
 
     def settle(self) -> None:
-        """Free what was gathered: the rows may change now."""
+        """Free gathered weights, because the rows may change now."""
         self._module.reshard()
 
-    # --- gradients, as train/gradient_tree.py asks for them
+    # --- gradients, for train/gradient_tree.py
 
     def begin(self, present: Sequence[bool]) -> None:
         self._tick()
@@ -143,7 +143,7 @@ class Rows:
         return bool(self.whole)
 
     def added(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of this host that have a micro-batch. The parts are overwritten."""
+        """Return the sum over the ranks of this host that have a micro-batch. The parts are overwritten."""
         there = [part for part, is_there in zip(parts, self._present, strict=True) if is_there]
         return self._tree(there) if there else torch.zeros_like(parts[0])
 
@@ -165,7 +165,7 @@ class Rows:
         return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(self.whole, pieces, strict=True)}
 
     def _taken_apart(self, unit: Any, flat: Tensor) -> dict[str, Tensor]:
-        """The flat sum has the rows of each parameter one behind the other, all padded to the same number of rows."""
+        """Split a flat sum into parameters: it has the rows of each, padded to the same number of rows."""
         if flat.is_cuda:
             flat.record_stream(torch.cuda.current_stream())
         found: dict[str, Tensor] = {}
@@ -199,13 +199,13 @@ class Rows:
             self._tick()
 
     def gathered(self, name: str) -> Tensor:
-        """A whole tensor, on every rank. Called by all ranks."""
+        """Return a whole tensor, on every rank. All ranks must call this."""
         parameter = dict(self._module.named_parameters())[name].detach()
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 class _OrderedSum(ReduceScatter):
-    """Sends each rank its rows, and adds what came in the order of ranks: every number of ranks gives the same sum."""
+    """Sends each rank its rows, and adds the received parts in the order of ranks, so that the sum is reproducible."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -241,14 +241,14 @@ def _layers(module: Any) -> list[Any]:
 
 def _fsdp_params(unit: Any) -> list[Any]:
     state = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, and calls it _fsdp_param_group
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group, named _fsdp_param_group
     (group,) = [state._fsdp_param_group] if groups is None else groups
     return group.fsdp_params
 
 
 def to_meta(module: Any, dtype: Callable[[Tensor], torch.dtype]) -> dict[str, Tensor]:
-    """Take the values of all parameters that are no adapters out of a module, and return them by name. What is tied
-    stays tied."""
+    """Take the values of all parameters except adapters out of a module, and return them by name. Tied parameters stay
+    tied."""
     values = {name: each.data for name, each in module.named_parameters() if ".lora_" not in name}
     kept = {id(each) for name, each in module.named_parameters() if ".lora_" in name}
     metas: dict[int, nn.Parameter] = {}
@@ -277,8 +277,8 @@ class RowsPolicy(CausalPolicy):
         rows_of: RowsOf | None = None,
         **options: Any,
     ) -> None:
-        """`adopt(name, exact)` says what serves for exact rows of a trained parameter, and may keep what that lacks.
-        `dtype`: of all weights but adapters. `rows_of` reads the rows of a parameter that is a stand-in
+        """`adopt(name, exact)` returns the 16-bit rows for exact rows of a trained parameter, and may keep the missing
+        bits. `dtype`: of all weights except adapters. `rows_of` reads the rows of a parameter that is a stand-in
         (load_rows.py)."""
         if options.get("activations") == "offload":
             raise SpecError("model.activations = 'offload': does not go with parallel.ranks > 1; choose 'recompute'")
@@ -288,12 +288,12 @@ class RowsPolicy(CausalPolicy):
         self._rows_of = rows_of or _cut
         super().__init__(module, tokenizer, place=self._place, **options)
         for _, tensor in module.named_parameters():
-            tensor.grad = None  # of trials
+            tensor.grad = None  # left by trials
         self._head_shape = _shape_of(self.head)
 
     def _place(self, module: Any, adapter: Any) -> Inside:
         values = to_meta(module, lambda _: self._dtype)
-        # Of the module before it is cut: for exports, and for a reference.
+        # A copy from before sharding, for exports and for a reference.
         self._plain = copy.deepcopy(adapter if adapter is not None else module)
 
         def of_rows(name: str, top: int, bottom: int) -> Tensor:
@@ -351,7 +351,7 @@ class RowsPolicy(CausalPolicy):
         return self._head_shape.why_not_fused(top_p)
 
     def hides_activations(self) -> bool:
-        return True  # what is gathered for a layer would count as one
+        return True  # gathered weights would be counted as activations
 
     # --- weights
 
@@ -361,7 +361,7 @@ class RowsPolicy(CausalPolicy):
         return [(each.name, each.tensor) for each in self.rows.local]
 
     def full_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """By name, of what is trained; also of that of which this rank has no row."""
+        """Return the full shapes of trained tensors by name, also of those of which this rank has no row."""
         if self._adapter is not None:
             return {name: tuple(tensor.shape) for name, tensor in self.rows.whole}
         return {name: tuple(tensor.shape) for name, tensor in self.module.named_parameters()}
@@ -370,7 +370,7 @@ class RowsPolicy(CausalPolicy):
         self.rows.settle()
 
     def trained_parts(self) -> list[Part]:
-        """What this rank holds of the trained parameters. What all ranks hold is rank 0's."""
+        """Return this rank's parts of the trained parameters. Tensors that all ranks hold count as rank 0's."""
         if self._adapter is not None:
             whole = self.rows.whole if self.rows.rank == 0 else []
             return [Part(name, tensor.detach(), 0, 0, tuple(tensor.shape)) for name, tensor in whole]
@@ -391,7 +391,7 @@ class RowsPolicy(CausalPolicy):
         return Weights(version, kind, _no_whole_tensors, rows=self.parts)
 
     def parts(self) -> Iterator[Part]:
-        """What this rank holds of the module. Buffers and adapters are on every rank, and are rank 0's."""
+        """Yield this rank's parts of the module. Buffers and adapters are on every rank and count as rank 0's."""
         for each in self.rows.local:
             yield Part(each.name, each.tensor, each.row_start, 0, each.full_shape)
         if self.rows.rank == 0:
@@ -399,12 +399,12 @@ class RowsPolicy(CausalPolicy):
                 yield Part(name, tensor, 0, 0, tuple(tensor.shape))
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
-        """What every rank holds: it must be equal on all."""
+        """Yield the tensors that every rank holds, which must be equal on all."""
         yield from ((name, tensor.detach()) for name, tensor in self.rows.whole)
         yield from self.module.named_buffers()
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """One whole tensor at a time, on every rank. Called by all ranks."""
+        """Yield whole tensors of the base, one at a time, on every rank. All ranks must call this."""
         for name, tensor in served_weights.base_parameters(self.module):
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
         for name, tensor in self.module.named_buffers():
@@ -422,11 +422,11 @@ class RowsPolicy(CausalPolicy):
         raise NotImplementedError("train/crew_policy.py writes it, on all ranks")
 
     def merged_export(self) -> MergedExport:
-        """Says what rank 0 writes of the whole model with its adapters merged. Called by all ranks."""
+        """Return the export of the whole model with merged adapters, which rank 0 writes. All ranks must call this."""
         return MergedExport(self._plain, self.tokenizer, dict(self.rows.whole), self.rows.gathered)
 
     def row_deployer(self) -> RowDeployer:
-        """Says what each rank writes of the whole model in Hugging Face format."""
+        """Return the export of the whole model in Hugging Face format, of which each rank writes its rows."""
         return RowDeployer(self._plain_module(), self.tokenizer)
 
     def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]:
@@ -441,7 +441,7 @@ def _cut(whole: Tensor, top: int, bottom: int) -> Tensor:
 
 
 def _shape_of(head: Head) -> Head:
-    """What a head's buffers take, after its weight has been cut: a weight of this shape, without memory."""
+    """Return a weight of the head's full shape, without memory, to compute buffer sizes after sharding."""
     weight: Any = head.linear.weight
     shape_only = torch.empty(1, 1, dtype=weight.dtype, device=weight.device).expand(weight.shape)
     found = copy.copy(head)

@@ -1,4 +1,4 @@
-"""`model.warm_start`: begin with weights that were trained before, all of them and really others, or not at all."""
+"""`model.warm_start`: begin with trained weights. The load is complete and changes the weights, or it is refused."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SHAPELESS = (
     "model_type", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "layer_norm_eps", "hidden_act",
     "rope_parameters", "sliding_window", "layer_types", "tie_word_embeddings",
 )  # fmt: skip
-"""What two models of equal shapes may differ in, and then the weights of one are nonsense in the other."""
+"""Config fields that may differ between models of equal shapes, and make the weights of one useless in the other."""
 
 _PLAIN_LORA = {
     "use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none",
     "modules_to_save": None, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
 }  # fmt: skip
-"""What our adapters are made with; an adapter made otherwise means something else by the same tensors."""
+"""The settings of Tandem's adapters; with other settings the same tensors mean something else."""
 
 
 def is_adapter_start(source: str) -> bool:
@@ -41,7 +41,7 @@ def is_adapter_start(source: str) -> bool:
 
 
 def begin_with(module: Any, source: str) -> Any:
-    """`module` with the weights of a full checkpoint, or with an adapter merged into its own."""
+    """Return `module` with the weights of a full checkpoint, or with an adapter merged into its own weights."""
     return _merged(module, source) if is_adapter_start(source) else _full(module, source)
 
 
@@ -50,8 +50,8 @@ def _full(module: Any, source: str) -> Any:
 
     if quantized_parts(module):
         raise SpecError(
-            f"{_FIELD} = '{source}': is a full checkpoint, and model.lora.base holds the base in few bits, which no "
-            "weights can be loaded over; set model.path to it, and leave warm_start out"
+            f"{_FIELD} = '{source}': is a full checkpoint, which cannot be loaded over the quantised base of "
+            "model.lora.base; set model.path to it, and leave warm_start out"
         )
 
     try:
@@ -62,8 +62,8 @@ def _full(module: Any, source: str) -> Any:
     for key in _SHAPELESS:
         if (mine := getattr(ours, key, None)) != (other := getattr(theirs, key, None)):
             raise SpecError(
-                f"{_FIELD} = '{source}': its {key} is {other}, this model's {mine}: its weights would mean something "
-                "else here; name it as model.path, and leave warm_start out"
+                f"{_FIELD} = '{source}': its {key} is {other}, this model's {mine}: its weights would not work "
+                "here; set model.path to it, and leave warm_start out"
             )
     warm = load_whole(type(module), source, _FIELD, nothing_left=True, config=copy.deepcopy(module.config))
     was, now = dict(module.named_parameters()), dict(warm.named_parameters())
@@ -73,7 +73,7 @@ def _full(module: Any, source: str) -> Any:
     )
     if all(torch.equal(was[name], now[name]) for name in was):
         raise SpecError(
-            f"{_FIELD} = '{source}': all its {len(was)} weights are those that the model has anyway; "
+            f"{_FIELD} = '{source}': all its {len(was)} weights equal the model's own; "
             "leave it out, or name a checkpoint that was trained"
         )
     return warm
@@ -86,29 +86,29 @@ def _merged(module: Any, source: str) -> Any:
     except ValueError as error:
         raise SpecError(f"{_FIELD} = '{source}': its adapter does not fit this model: {error}") from error
     _fill(adapter, saved, source)
-    return adapter.merge_and_unload(safe_merge=True).requires_grad_(True)  # peft froze them
+    return adapter.merge_and_unload(safe_merge=True).requires_grad_(True)  # peft has frozen them
 
 
 def begin_adapter(adapter: Any, spec: LoraSpec, source: str) -> None:
-    """An adapter that is about to be trained takes over where a saved one stopped."""
+    """Load a saved adapter's weights into a new adapter, to continue its training."""
     config, saved = _read_adapter(adapter, source)
     for field, ours, theirs in (("rank", spec.rank, config.r), ("alpha", spec.alpha, float(config.lora_alpha))):
         if ours != theirs:
             raise SpecError(
                 f"model.lora.{field} = {ours:g}: the adapter of {_FIELD} = '{source}' has {theirs:g}; "
-                f"set model.lora.{field} = {theirs:g}, or leave [model.lora] out and the adapter is merged"
+                f"set model.lora.{field} = {theirs:g}, or leave [model.lora] out to merge the adapter"
             )
     ours, theirs = _targets(_held(adapter)), _targets(saved)
     if ours != theirs:
         raise SpecError(
-            f"model.lora.targets: here they are {', '.join(ours)}; in the adapter of {_FIELD} = '{source}' they are "
+            f"model.lora.targets: they are {', '.join(ours)}; in the adapter of {_FIELD} = '{source}' they are "
             f"{', '.join(theirs) or 'none'}; set model.lora.targets = {json.dumps(theirs)}"
         )
     for field, plain in _PLAIN_LORA.items():
         if (theirs := getattr(config, field, plain)) != plain:
             raise SpecError(
-                f"{_FIELD} = '{source}': its adapter has {field} = {theirs}, which cannot be trained on here; "
-                "leave [model.lora] out, and it is merged"
+                f"{_FIELD} = '{source}': its adapter has {field} = {theirs}, which cannot be trained; "
+                "leave [model.lora] out to merge it"
             )
     _fill(adapter, saved, source)
 
@@ -124,17 +124,17 @@ def _read_adapter(module: Any, source: str) -> tuple[Any, dict[str, Tensor]]:
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise SpecError(f"{_FIELD} = '{source}': its adapter cannot be read: {error}") from error
     if config.peft_type != "LORA":
-        raise SpecError(f"{_FIELD} = '{source}': is a {config.peft_type} adapter; only LoRA is known here")
+        raise SpecError(f"{_FIELD} = '{source}': is a {config.peft_type} adapter; only LoRA is supported")
     if tables := on_tables(module, _targets(saved)):
         raise SpecError(
-            f"{_FIELD} = '{source}': its adapter is also on {', '.join(tables)}, and adapters are here for linear "
-            "layers other than the head; merge it where it was trained, and name the whole checkpoint"
+            f"{_FIELD} = '{source}': its adapter is also on {', '.join(tables)}, but only linear layers other than "
+            "the head are supported; merge it where it was trained, and use the full checkpoint"
         )
     return config, saved
 
 
 def _fill(adapter: Any, saved: dict[str, Tensor], source: str) -> None:
-    """Every saved tensor goes in, nothing else is there, and together they do something."""
+    """Load the saved tensors. Refuse missing or unknown tensors, and an adapter that changes nothing."""
     from peft import set_peft_model_state_dict
 
     ours = _held(adapter)
@@ -163,12 +163,12 @@ def _held(adapter: Any) -> dict[str, Tensor]:
 
 
 def _targets(names: Iterable[str]) -> list[str]:
-    """q_proj, v_proj, ... of `...q_proj.lora_A.weight`."""
+    """Return the module names: q_proj, v_proj, ... of `...q_proj.lora_A.weight`."""
     return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name})
 
 
 def _deltas(adapter: Any) -> Iterator[Tensor]:
-    """B·A of each layer, scaled; none if peft made no layer."""
+    """Yield the scaled B·A of each layer; none if peft made no layer."""
     from peft.tuners.lora import LoraLayer
 
     for part in adapter.modules():

@@ -1,4 +1,4 @@
-"""What a run may claim, in words: the verdict with its numbers, and what it leaves open."""
+"""Put a run's result into words: the verdict, its numbers, and what it does not show."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from tandem.obs.run_history import measure_of, number
 from tandem.types import Measure, Trajectory
 
-_ANSWER = 200  # characters shown of one
+_ANSWER = 200  # characters of an answer to show
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def headline(status: Mapping[str, Any]) -> str:
-    """One sentence: what happened, from where to where."""
+    """Return the verdict in one sentence, with the numbers before and after."""
     state, name = str(status.get("state", "unknown")), str(status.get("verdict", ""))
     before, after = ends(status)
     if state != "succeeded":
@@ -51,7 +51,7 @@ def _training_reward(status: Mapping[str, Any]) -> str:
 
 
 def evidence(status: Mapping[str, Any]) -> str:
-    """The difference, its interval, and over how many tasks; empty where there was no evaluation."""
+    """Return the difference, its interval and the number of tasks; empty without an evaluation."""
     before, after = ends(status)
     if before is None or after is None:
         return ""
@@ -64,29 +64,29 @@ def evidence(status: Mapping[str, Any]) -> str:
 
 
 def caveat(status: Mapping[str, Any]) -> str:
-    """What the verdict does not say."""
+    """Return a text about what the verdict does not show."""
     if not evidence(status):
         return ""
     tasks = size(status) or "held-out tasks"
     if status.get("verdict") == "undecided":
         why = f": {status['eval']['why']}" if status["eval"].get("why") else ""
         return (
-            f"These {tasks} cannot say whether the model got better or worse, or stayed as it was{why}. "
+            f"These {tasks} cannot show whether the model got better or worse, or stayed the same{why}. "
             f"Hold out more ({'data.eval_share or data.eval_path' if measure_of(status) == 'loss' else 'eval.tasks'})."
         )
     if status.get("verdict") == "unchanged":
         return (
-            f"The whole interval is so narrow that no change that matters is in it. It does not say that the two are "
-            f"equal: a smaller difference may be there, which more than these {tasks} would show."
+            f"The interval contains no change that matters. This does not prove that both are equal: more than these "
+            f"{tasks} could show a smaller difference."
         )
     return (
-        f"This is about these {tasks} and this one run. It does not say how the model does on anything else, nor what "
-        "another seed would give: the interval covers the choice of tasks, not the luck of training."
+        f"This holds for these {tasks} and this one run. It does not say how good the model is at anything else, nor "
+        "what another seed would give: the interval covers the choice of tasks, not the randomness of training."
     )
 
 
 def ends(status: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """The two numbers that were compared: RL is judged against the model that it started from."""
+    """Return the two compared numbers; RL is compared with the model that it started from."""
     found = status.get("eval")
     if not isinstance(found, Mapping):
         return None, None
@@ -108,7 +108,7 @@ def interval_name(status: Mapping[str, Any]) -> str:
 
 
 def interval_text(status: Mapping[str, Any]) -> str:
-    """`+81.6 to +89.8 points`; empty where there is none."""
+    """Return the interval as `+81.6 to +89.8 points`; empty if there is none."""
     bounds = interval(status)
     return f"{change(status, bounds[0]).removesuffix(' points')} to {change(status, bounds[1])}" if bounds else ""
 
@@ -118,7 +118,7 @@ def figure(status: Mapping[str, Any], value: float) -> str:
 
 
 def figure_of(measure: Measure, value: float) -> str:
-    """`97.1 %` of the tasks; a loss or a reward as it is."""
+    """Return an accuracy as `97.1 %`; a loss or reward as a number."""
     if measure == "accuracy":
         return f"{value * 100:.1f} %"
     return f"{value:.3f}" if measure == "loss" else f"{value:.4g}"
@@ -129,7 +129,7 @@ def change(status: Mapping[str, Any], value: float) -> str:
 
 
 def change_of(measure: Measure, value: float) -> str:
-    """With its sign. A change that three places would show as 0 has two digits that count."""
+    """Return a change with its sign. One that three decimal places would show as 0 has two significant digits."""
     if measure == "accuracy":
         return f"{value * 100:+.1f} points"
     return f"{value:+.3f}" if abs(value) >= 0.001 or not value else f"{value:+.2g}"
@@ -148,7 +148,7 @@ def size(status: Mapping[str, Any]) -> str:
 
 
 def answers(played: Sequence[Trajectory], count: int = 3) -> str:
-    """The first few answers, each to another task: what the model said last, and the reward that it earned."""
+    """Return the first answers to different tasks, with their rewards: the model's last turn of each."""
     by_task = {trajectory.task_id: trajectory for trajectory in reversed(played)}
     return "\n".join(_answer(by_task[name]) for name in [*dict.fromkeys(t.task_id for t in played)][:count])
 
@@ -163,5 +163,5 @@ def _answer(trajectory: Trajectory) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters: what a model wrote must not steer the terminal."""
+    """Remove control characters: text of a model must not control the terminal."""
     return _CONTROL.sub("", text)

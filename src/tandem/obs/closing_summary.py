@@ -1,4 +1,4 @@
-"""What `tandem train` leaves on the screen: the verdict, the numbers behind it, where things are, what to do next."""
+"""The closing text of `tandem train`: the verdict and its numbers, the files of the run, and the next commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FILES = (
 
 
 def closing_text(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
-    """`status` is what status.json holds, or is about to."""
+    """Return the closing text. `status`: the content of status.json."""
     history = read_history(run_dir)
     style = _STYLES.get(str(status.get("verdict")), "bold red" if status.get("state") == "failed" else "bold")
     parts: list[RenderableType] = [Text(""), Text(printable(headline(status)), style=style)]
@@ -111,7 +111,7 @@ def _places(run_dir: Path) -> RenderableType | None:
 
 
 def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
-    """Commands that work from here, as they stand."""
+    """Return the next commands, which work in the current directory."""
     tandem, run = _command(), shlex.quote(str(run_dir))
     commands: list[tuple[str, str]] = []
     if (run_dir / "export").exists():
@@ -132,17 +132,17 @@ def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
 
 
 def _goes_on(run_dir: Path, status: Mapping[str, Any]) -> str:
-    """What `tandem resume` would do; empty for a failure that it would meet again at the same place."""
+    """Return what `tandem resume` would do; empty after a failure that would occur again at the same step."""
     names = [path.name.removeprefix("step-") for path in run_dir.glob("checkpoints/step-*")]
     saved = [int(name) for name in names if name.isdecimal()]
-    where = f"go on from step {max(saved)}" if saved else "begin it again: nothing is saved yet"
+    where = f"continue from step {max(saved)}" if saved else "start it again: nothing is saved yet"
     if status.get("state") != "failed":
         return where
-    return f"{where}, once the cause is mended" if saved else ""
+    return f"{where}, once the cause is fixed" if saved else ""
 
 
 def _command() -> str:
-    """How to call tandem from here: by its name, if the shell finds it, else by where this Python keeps it."""
+    """Return the command to call tandem: its name if the shell finds it, else the path beside this Python."""
     if shutil.which("tandem"):
         return "tandem"
     beside = Path(sys.executable).with_name("tandem")
@@ -151,7 +151,7 @@ def _command() -> str:
 
 
 def _pairs(pairs: Sequence[tuple[str, str]], style: str) -> RenderableType:
-    """Not a table: that would break a long path over two lines, which cannot be copied."""
+    """Return two columns. A table would break long paths over two lines, which cannot be copied."""
     width = max(len(left) for left, _ in pairs) + 3
     lines = [Text.assemble((f"{left:<{width}}", style), (right, "dim")) for left, right in pairs]
     return Text("\n", no_wrap=True, overflow="ignore").join(lines)

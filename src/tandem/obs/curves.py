@@ -1,4 +1,4 @@
-"""The curves of a run as a picture. matplotlib is imported when one is drawn, and its global state is left alone."""
+"""Draw the curves of a run. matplotlib is imported only when a picture is drawn; its global state is not changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 Eval = tuple[int, float]
-"""A step, and what was measured on held-out examples after it."""
+"""A step, and the held-out measure after it."""
 
 _STAGE_NAMES = {"warmup": "warm-up", "sft": "supervised", "preference": "preferences", "rl": "RL"}
 
@@ -33,9 +33,9 @@ class _Panel:
     title: str
     key: str
     stages: tuple[str, ...]
-    """Rows of other stages are left out: the loss of SFT and that of RL are different quantities."""
+    """The stages to draw: the losses of SFT and RL are different quantities."""
     whole: bool = False
-    """Counted in whole numbers, drawn as steps from 0."""
+    """Whether the values are counts, which are drawn as steps from 0."""
 
 
 _ANY = ("warmup", "sft", "preference", "rl")
@@ -55,7 +55,7 @@ _SMALL_PANELS = (
 def curves_png(
     rows: Sequence[Row], title: str = "", *, evals: Sequence[Eval] = (), measure: Measure = "accuracy"
 ) -> bytes:
-    """Reward (of supervised training: loss) with the evaluations on it; below, what explains it."""
+    """Return a PNG: reward (or loss, in supervised training) with the evaluations; below it, further metrics."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -68,7 +68,7 @@ def curves_png(
 
 
 def rolling_mean(values: Sequence[float], window: int) -> list[float]:
-    """Over the last `window` values, gaps left out; the first values average what there is."""
+    """Return means over the last `window` values, without gaps; the first values average fewer."""
     means: list[float] = []
     for end in range(1, len(values) + 1):
         finite = [value for value in values[max(0, end - window) : end] if math.isfinite(value)]
@@ -110,7 +110,7 @@ def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval]
 
 
 def _series(rows: Sequence[Row], panel: _Panel) -> tuple[list[int], list[float]]:
-    """Steps and values, NaN where a row has null; empty if the panel has not one number."""
+    """Return steps and values, with NaN for null; empty if the panel has no number."""
     found = [
         (int(row["step"]), _number(row[panel.key]))
         for row in rows
@@ -144,7 +144,7 @@ def _dress(axes: Axes, title: str, *, ticks: int = 6, whole: bool = False) -> No
 
 
 def _shade_stages(axes: Axes, rows: Sequence[Row]) -> None:
-    """Each stage of several a band with its name at the top; the supervised ones tinted."""
+    """If there are several stages, mark each by a band with its name; supervised stages are tinted."""
     bands = [
         (stage, [int(row["step"]) for row in members])
         for stage, members in groupby(rows, key=lambda row: str(row.get("stage", "rl")))

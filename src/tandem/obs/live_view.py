@@ -1,6 +1,6 @@
-"""What a person sees while a run trains: a panel in a terminal, plain lines anywhere else.
+"""Show a run while it trains: a panel in a terminal, plain lines elsewhere.
 
-The trainer's thread only stores numbers (microseconds); a thread of rich's draws them a few times a second.
+The trainer's thread only stores numbers, in microseconds; a thread of rich draws them a few times a second.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from tandem.types import Measure
 
 REFRESH_PER_SECOND = 3
 PLAIN_EVERY_S = 5.0
-_KEPT = 600  # latest steps behind a sparkline
+_KEPT = 600  # latest steps in a sparkline
 _TRACED = {"reward": ("reward/mean", "green"), "loss": ("loss/total", "yellow")}
 _STAGES = {"warmup": "warm-up", "sft": "supervised training", "preference": "preference training", "rl": "RL"}
 
 
 class OutlivedConsole(Console):
-    """A run outlives what reads its output, as `tandem train SPEC | head` does: from then on nothing is printed."""
+    """A console whose run continues when the reader of its output ends (`tandem train SPEC | head`); it prints no
+    more."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # or else the interpreter complains at its end
+        os.dup2(nowhere, sys.stdout.fileno())  # otherwise the interpreter reports an error at exit
         os.close(nowhere)
 
 
 class LiveView:
-    """`with LiveView("name") as view:` then stage(), step() after every optimizer step, evaluation(), say()."""
+    """The live view of a run. Use it as a context; call stage(), step() after every optimizer step, evaluation(),
+    say()."""
 
     def __init__(
         self, name: str = "run", console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -73,13 +75,13 @@ class LiveView:
         self._open.close()
 
     def stage(self, name: str, total_steps: int, note: str = "", *, done: int = 0) -> None:
-        """A stage begins; `done` steps of it were taken before a resume."""
+        """Begin a stage; `done` of its steps were taken before a resume."""
         self._say_how_the_stage_went()
         self._reset(name, total_steps, done)
         self.say(f"── {self._title()}: {count(total_steps, 'step')}{' · ' + note if note else ''}")
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics.jsonl."""
+        """Show a row of metrics.jsonl."""
         self._done += 1
         self._row = row
         self._times.append(self._clock())
@@ -92,7 +94,7 @@ class LiveView:
             self._say_how_the_stage_went()
 
     def evaluation(self, name: str, value: float, note: str = "", *, metric: Measure = "accuracy") -> None:
-        """The mean over what was held out; accuracy as a fraction."""
+        """Show an evaluation: the mean over held-out tasks or rows; accuracy as a fraction."""
         said = figure_of(metric, value)
         self._last_eval = (
             f"{name}: {said if metric == 'accuracy' else f'{metric} {said}'}{' · ' + note if note else ''}"
@@ -100,11 +102,11 @@ class LiveView:
         self.say(f"   evaluation {self._last_eval}")
 
     def say(self, text: str) -> None:
-        """A line that stays. Never read as markup: it may hold what a model wrote."""
+        """Print a line that stays. It is never read as markup, because it may contain a model's text."""
         self.console.print(Text(printable(text)), soft_wrap=True)
 
     def panel(self) -> RenderableType:
-        """The panel as of now."""
+        """Return the panel with the current numbers."""
         total, elapsed = max(self._total, self._done, 1), clock(self._clock() - self._started)
         head = Table.grid(padding=(0, 2), expand=True)
         head.add_column(no_wrap=True)
@@ -132,7 +134,7 @@ class LiveView:
         self._stage_started = self._last_print = self._clock()
 
     def _say_how_the_stage_went(self) -> None:
-        """One line that stays in the scrollback when the panel moves on."""
+        """Print a line about the ended stage, which stays in the scrollback."""
         if self._done > self._first:
             self._first, first = self._done, self._first
             steps, took = count(self._done - first, "step"), clock(self._clock() - self._stage_started)
@@ -177,8 +179,8 @@ class LiveView:
 
 @contextmanager
 def _logging_above_the_panel() -> Generator[None]:
-    """Send log lines to rich's stream, which prints above the panel. A handler that was made earlier holds the bare
-    stream and would write into the panel."""
+    """Send log lines to rich's stream, which prints above the panel. An earlier handler has the bare stream and would
+    write into the panel."""
     names = [name for name, logger in logging.Logger.manager.loggerDict.items() if isinstance(logger, logging.Logger)]
     moved: list[tuple[logging.StreamHandler[Any], Any]] = []
     for logger in [logging.getLogger(), *map(logging.getLogger, names)]:
@@ -193,6 +195,6 @@ def _logging_above_the_panel() -> Generator[None]:
 
 
 def _moved(name: str, values: list[float]) -> str:
-    """From the mean of the first tenth to that of the last: a single step is noise."""
+    """Return the mean of the first tenth and of the last tenth; single steps are noise."""
     part = max(1, len(values) // 10)
     return f"{name} {sum(values[:part]) / part:.3g} → {sum(values[-part:]) / part:.3g}"

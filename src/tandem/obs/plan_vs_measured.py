@@ -1,4 +1,4 @@
-"""What was planned beside what was measured, once a run has steps to show."""
+"""Compare the plan with the measured values of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SECONDS = (
     ("step_s", "time/step_s", "a step"),
 )
 _ALIKE = 0.1
-"""How far the tokens of a step may be from the planned ones, for their seconds to be compared."""
+"""Largest relative difference of tokens per step at which seconds are compared."""
 
 _EMPTY_GIB = 0.45
-"""More than a process has before its run: then something else lies in it, that no plan knows."""
+"""Usual most of a process before its run. A process with more holds something that the plan does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Beside:
     planned: str
     measured: str
     off_by: str
-    """Empty where the two do not mean the same."""
+    """Empty if the two cannot be compared."""
 
 
 def against_plan(history: History) -> list[Beside]:
-    """Return both sides; empty without plan.json, or before the first step of `[train]`. Of a step, the medians.
+    """Return planned and measured values (medians over steps); empty without plan.json or before the first `[train]`
+    step.
 
-    Where lengths were assumed, the planned memory is of the longest sequences that may come: more than was measured is
-    no error then. Seconds are compared on a GPU, where a step had about as many tokens as planned: one CPU's are not
-    another's.
+    If lengths were assumed, the planned memory is for the longest possible sequences, so a higher plan is no error.
+    Seconds are compared only on a GPU, and only if a step had about as many tokens as planned; CPUs differ too much.
     """
     plan = _read(history)
     rows = [row for row in history.rows if row.get("stage") != "warmup"]
@@ -57,7 +57,8 @@ def against_plan(history: History) -> list[Beside]:
 
 
 def _memory(plan: Mapping[str, Any], at_most: bool, measured: float | None) -> list[Beside]:
-    """Both of the trainer's process: on a CPU all that it holds, Python included, on a GPU what torch allocates."""
+    """Compare the memory of the trainer's process: on a CPU all of it, Python included; on a GPU what torch
+    allocates."""
     planned, before = number(plan.get("trainer_gib")), number(plan.get("before_gib"))
     what, more = "most memory allocated on the GPU, GiB", False
     if plan.get("gpu") == "cpu":
@@ -80,7 +81,7 @@ def _figure(value: float) -> str:
 
 
 def _deviation(ratio: float) -> str:
-    """`+12 %`; beyond a factor of two, the factor."""
+    """Return a deviation as `+12 %`, or as a factor if it is above two."""
     if 0.5 <= ratio <= 2:
         return f"{ratio - 1:+.0%}".replace("%", " %")
     return f"{ratio:.1f} times" if ratio > 1 else f"1/{1 / ratio:.1f} of it"

@@ -1,4 +1,4 @@
-"""How numbers are worded in every live view: the panel of a run, `tandem watch` and `tandem rollouts top`."""
+"""Format numbers for every live view: the panel of a run, `tandem watch` and `tandem rollouts top`."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def count(amount: int, noun: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return foreign text on one line, without control characters: it must not draw lines of its own."""
+    """Return foreign text on one line, without control characters."""
     return printable(" ".join(text.split()))

@@ -1,7 +1,7 @@
-"""`report.html`: one file that explains a run, with nothing to fetch and no script in it.
+"""Write `report.html`: one file that explains a run, without scripts and external resources.
 
-Everything that came from a model, a spec or a log is escaped by the template (autoescape), and a content security
-policy refuses scripts and requests even if something were missed.
+The template escapes all text of models, specs and logs (autoescape). In addition, a content security policy blocks
+scripts and requests.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _content(history: History) -> dict[str, Any]:
 
 
 def _gauge(history: History) -> dict[str, float] | None:
-    """Before, after and the interval on one line, in percent of its length; of accuracy it is 100 %."""
+    """Return before, after and the interval as positions on a line, in percent of its length."""
     before, after = ends(history.status)
     if before is None or after is None or min(before, after) < 0:
         return None
@@ -126,7 +126,7 @@ def _evaluations(history: History) -> list[dict[str, Any]]:
 
 
 def _curves(history: History) -> str:
-    """The picture, which is also curves.png."""
+    """Return the curves as an embedded picture, the same as curves.png."""
     if not history.rows:
         return ""
     evals = [(item.step, item.value) for item in evaluations(history)]
@@ -136,7 +136,7 @@ def _curves(history: History) -> str:
 
 
 def _sync(history: History) -> list[tuple[str, str]]:
-    """The ledger in a few lines."""
+    """Return a summary of the ledger."""
     ledger = history.ledger
     if not ledger:
         return []
@@ -159,7 +159,8 @@ def _sync(history: History) -> list[tuple[str, str]]:
 
 
 def _memory(history: History) -> list[dict[str, Any]]:
-    """The largest of each component over the steps, in GiB; then their sum at its peak, and what was measured."""
+    """Return the largest value of each component over the steps in GiB, the peak of their sum, and the measured
+    peak."""
     named = {key.removeprefix("memory/"): largest(history.rows, key) for key in _memory_keys(history)}
     found = {name: value for name, value in named.items() if value}
     if not found:
@@ -180,7 +181,7 @@ def _memory_keys(history: History) -> list[str]:
 
 
 def _samples(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same task by one version after the other, side by side; the first few tasks."""
+    """Return the first tasks, each with the answers of successive versions."""
     by_task: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: number(row.get("version")) or 0.0):
         reward = number(row.get("reward"))

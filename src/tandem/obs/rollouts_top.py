@@ -1,5 +1,4 @@
-"""A rollout service in a terminal: `tandem rollouts top`. A live panel; without a
-terminal, one line per update."""
+"""Show a rollout service in a terminal: `tandem rollouts top`. Without a terminal it prints one line per update."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from tandem.obs.sync_report import size
 from tandem.obs.text_charts import sparkline
 
 _BAR, _TRACE = 24, 24
-_KEPT = 240  # polls behind a sparkline
+_KEPT = 240  # polls in a sparkline
 _LAGS_ONE_BY_ONE = 8
 _REFUSED = 4
-_LINES_BESIDE = 24  # of a panel, without its environments
+_LINES_BESIDE = 24  # lines of a panel without its environments
 
 
 class TopView:
-    """What was told last, and what became of the service since."""
+    """The last status of the service, and whether it still answers."""
 
     def __init__(self, source: str, console: Console | None = None) -> None:
         self.source, self.console = source, console or Console(highlight=False)
@@ -41,12 +40,12 @@ class TopView:
         self._traces: dict[str, deque[float]] = {}
 
     def came(self, told: Mapping[str, Any], asked: float, answered: float) -> list[str]:
-        """A status, and when it was asked for and came, monotonic; what a person should know of it."""
+        """Take a status, with the monotonic times of its request and its arrival. Return news to print."""
         news = [f"{told['url']} answers again"] if self.trouble else []
-        # It was started between these two; if that is after the one before was, it is another process.
+        # The service started between these two times. If that is after the last process started, it is another process.
         begun_after, begun_before = asked - told["uptime_s"], answered - told["uptime_s"]
         if self.told and begun_after > self._started_before + 0.5:
-            news = [f"{told['url']} was started again; rates and totals count from there"]
+            news = [f"{told['url']} was restarted; rates and totals count from then"]
             self._started_before = begun_before
         self._started_before = min(self._started_before, begun_before)
         self.told, self.trouble = told, ""
@@ -55,7 +54,7 @@ class TopView:
         return news
 
     def lost(self, error: TandemError, at: float) -> list[str]:
-        """The service did not answer, or not as it should."""
+        """Note that the service did not answer, or answered with an error. Return news to print."""
         news = [] if self.trouble else [f"{error}; asking again"]
         self._lost_at = self._lost_at if self.trouble else at
         self.trouble = str(error)
@@ -67,7 +66,7 @@ class TopView:
         parts = list(_parts(self.told, self._traces, most=max(5, self.console.height - _LINES_BESIDE)))
         if self.trouble:
             gone_s = time.monotonic() - self._lost_at
-            gone = f"no answer for {gone_s:.0f} s, and the numbers are from before: {self.trouble}"
+            gone = f"no answer for {gone_s:.0f} s, so the numbers are old: {self.trouble}"
             parts.insert(0, Text(one_line(gone), style="bold red"))
         title = Text(one_line(f"tandem rollouts · {self.told['url']} · up {clock(self.told['uptime_s'])}"))
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
@@ -88,7 +87,7 @@ class TopView:
 def watch_rollouts(
     source: str, *, token_file: Path | None = None, every_s: float = 1.0, console: Console | None = None
 ) -> None:
-    """Until Ctrl-C. StoreError if the service is not there at first; one that goes later is waited for."""
+    """Watch until Ctrl-C. StoreError if the service does not answer at first; later it is waited for."""
     asking, view = ServicePoller(source, token_file), TopView(source, console)
     has_panel = view.console.is_terminal and not view.console.is_dumb_terminal
     try:
@@ -106,7 +105,7 @@ def watch_rollouts(
 
 
 def print_frame(told: Mapping[str, Any], console: Console | None = None) -> None:
-    """One frame."""
+    """Print one frame."""
     view = TopView(told["url"], console)
     view.came(told, 0.0, 0.0)
     view.console.print(view.frame())
@@ -166,7 +165,7 @@ def _queue(told: Mapping[str, Any]) -> Table:
 
 
 def _lags(told: Mapping[str, Any]) -> RenderableType:
-    """Queued and handed out side by side."""
+    """Return the lags of queued groups and of those handed out, side by side."""
     queued, taken = told["queue"]["lag"], told["taken_lag"]
     rows = lag_rows(queued, taken)
     if not rows:
@@ -183,7 +182,7 @@ def _lags(told: Mapping[str, Any]) -> RenderableType:
 
 
 def lag_rows(queued: Mapping[str, int], taken: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """(versions, groups queued, groups taken): one by one while they are few, else in ranges that double."""
+    """Return (versions, groups queued, groups taken): per lag if these are few, otherwise in ranges that double."""
     lags = sorted({int(lag) for lag in (*queued, *taken)})
     if len(lags) <= _LAGS_ONE_BY_ONE:
         return [(str(lag), queued.get(str(lag), 0), taken.get(str(lag), 0)) for lag in lags]

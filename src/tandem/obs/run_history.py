@@ -1,4 +1,4 @@
-"""A run directory as data: what the report and the closing text read. Anything but the directory may be missing."""
+"""Read a run directory as data, for the report and the closing text. Every file in it may be missing."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvaluation:
-    """Of what was held out, after `step` optimizer steps."""
+    """An evaluation on held-out tasks or rows, after `step` optimizer steps."""
 
     label: str
     step: int
     value: float
     is_final: bool = False
-    """The one that the verdict is about."""
+    """Whether the verdict is about this evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def read_status(run_dir: Path) -> Mapping[str, Any]:
-    """RunError for what is no run directory."""
+    """Return status.json, or what is known without it. RunError if this is not a run directory."""
     path = run_dir / "status.json"
     if not path.exists():
         if not (run_dir / "spec.toml").exists():
@@ -90,7 +90,7 @@ def read_status(run_dir: Path) -> Mapping[str, Any]:
 
 
 def measure_of(status: Mapping[str, Any]) -> Measure:
-    """What a run's held-out scores are; of one that was not evaluated, what its recipe measures."""
+    """Return the measure of a run's held-out scores; without an evaluation, the measure of its recipe."""
     found = status.get("eval")
     metric = found.get("metric") if isinstance(found, Mapping) else None
     known = next((measure for measure in get_args(Measure) if measure == metric), None)
@@ -98,13 +98,13 @@ def measure_of(status: Mapping[str, Any]) -> Measure:
 
 
 def number(value: Any) -> float | None:
-    """None for whatever is not a finite number."""
+    """Return a finite number as it is, and None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
 def evaluations(history: History) -> list[RecordedEvaluation]:
-    """In the order of their steps; those with a name in status.json keep it."""
+    """Return the evaluations in the order of steps, labelled by their name in status.json if they have one."""
     key = f"eval/{history.measure}"
     by_step = {
         int(row["step"]): RecordedEvaluation(f"after step {int(row['step'])}", int(row["step"]), value)
@@ -125,7 +125,7 @@ def evaluations(history: History) -> list[RecordedEvaluation]:
 
 
 def timing(history: History) -> list[Share]:
-    """Where the steps' seconds went. Shares add up to 1 even where generation and training overlap."""
+    """Return how the steps' seconds were spent. The shares add up to 1 even if generation and training overlap."""
     parts = {part: total(history.rows, f"time/{part}_s") for part in ("generate", "train", "sync", "eval")}
     inside = parts["generate"] + parts["train"] + parts["sync"]
     parts["other"] = max(0.0, total(history.rows, "time/step_s") - inside)
@@ -134,7 +134,7 @@ def timing(history: History) -> list[Share]:
 
 
 def drops(history: History) -> dict[str, int]:
-    """Groups that gave nothing to train on, by reason where the rows say it; most frequent first."""
+    """Return how many groups were dropped, by reason if the rows name it; most frequent first."""
     prefix = "groups/dropped/"
     reasons = sorted({key for row in history.rows for key in row if key.startswith(prefix)})
     counts = {key.removeprefix(prefix).replace("_", " "): int(total(history.rows, key)) for key in reasons}

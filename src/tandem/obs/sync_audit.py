@@ -1,7 +1,7 @@
-"""Why a run's engines served the trainer's weights, or where there is no saying so: `tandem sync audit`.
+"""Check whether a run's files prove that its engines served the trainer's weights: `tandem sync audit`.
 
-Read from what the run left behind, long after it: `sync.jsonl` has a proof a version, `metrics.jsonl` says which
-versions made the tokens that were trained on. A rule is a function from that evidence to findings.
+It works long after the run. `sync.jsonl` has a proof per version; `metrics.jsonl` says which versions sampled the
+trained tokens. A rule is a function from this evidence to findings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENDED_BY_SYNC = {"SyncError", "SyncTimeout", "EngineError", "EngineLost", "Engi
 @dataclass(frozen=True, slots=True)
 class AuditFinding:
     severity: Literal["failure", "note"]
-    """failure: for some version nothing shows that the trainer's weights were served. note: worth knowing."""
+    """failure: some version has no sound proof. note: worth knowing."""
     rule: str
     text: str
     versions: tuple[int, ...] = ()
@@ -33,26 +33,26 @@ class AuditFinding:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An optimizer step on tokens that an engine sampled. It made `version`, from the one before."""
+    """An optimizer step on sampled tokens. It made `version` from the previous version."""
 
     version: int
     lag: int | None
-    """Of its oldest token, in versions; None if the row does not say."""
+    """Lag of its oldest token, in versions; None if the row does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a run left behind."""
+    """The files of a run, as the rules read them."""
 
     directory: Path
     proofs: Sequence[Proof]
-    """In the order in which they were written."""
+    """In the order of writing."""
     lines: Sequence[int]
-    """Of sync.jsonl: where each of them stands."""
+    """Line of each proof in sync.jsonl."""
     made: Sequence[int]
-    """The version that each row of metrics.jsonl made, of whatever stage."""
+    """The version that each row of metrics.jsonl made, in any stage."""
     moved: frozenset[int]
-    """Those with a change in the weights as they are served."""
+    """The versions whose step changed the served weights."""
     steps: Sequence[Step]
     status: Mapping[str, Any]
     events: Sequence[Row]
@@ -75,7 +75,7 @@ class Audit:
 
 
 def audit_sync(run_dir: str | Path) -> Audit:
-    """Explain a run from its directory alone; RunError for what is no run directory."""
+    """Audit a run from its directory. RunError if this is not a run directory."""
     evidence = read_evidence(Path(run_dir))
     found = [*evidence.damage, *(finding for rule in RULES for finding in rule(evidence))]
     found.sort(key=lambda finding: finding.severity != "failure")
@@ -84,7 +84,7 @@ def audit_sync(run_dir: str | Path) -> Audit:
 
 def read_evidence(run_dir: Path) -> Evidence:
     status = read_status(run_dir)
-    # Metrics first: of a run that goes on meanwhile, the proof of a step's version is written before its row.
+    # Metrics first: if the run is still going, the proof of a step's version is written before the step's row.
     metrics, events = salvage_jsonl(run_dir / "metrics.jsonl"), salvage_jsonl(run_dir / "events.jsonl")
     ledger = salvage_jsonl(run_dir / "sync.jsonl")
     proofs, damage = proofs_of(ledger)
@@ -108,19 +108,19 @@ def read_evidence(run_dir: Path) -> Evidence:
 
 
 def proofs_of(ledger: Salvage) -> tuple[dict[int, Proof], list[AuditFinding]]:
-    """By line, counted from 1; and what is no proof."""
+    """Return the proofs by line number, from 1, and findings about lines that are no proof."""
     proofs: dict[int, Proof] = {}
     odd: list[AuditFinding] = []
     for line, row in ledger.rows.items():
         try:
             proofs[line] = proof_of(row)
         except ValueError as error:
-            odd.append(AuditFinding("failure", "damaged", f"sync.jsonl:{line} is no row of a ledger: {error}"))
+            odd.append(AuditFinding("failure", "damaged", f"sync.jsonl:{line} is not a row of a ledger: {error}"))
     return proofs, odd
 
 
 def proof_of(row: Row) -> Proof:
-    """ValueError names the field that is missing or odd. A number that was not finite was written as null."""
+    """Read a proof. ValueError names a missing or invalid field. A number that was not finite was written as null."""
     known = {field.name for field in fields(Proof)}
     values = {name: value for name, value in row.items() if name in known}
     for name in ("version", "tensors", "bytes_moved"):
@@ -163,7 +163,7 @@ def _or_nan(value: Any) -> float:
 
 
 def _step(row: Row) -> Step | None:
-    """None for steps that train on recordings: no engine has a part in them."""
+    """Return a step, or None if it trained on recordings, without an engine."""
     lag = number(row.get("lag/max"))
     if row.get("stage") != "rl" and lag is None:
         return None
@@ -184,15 +184,15 @@ def _damage(name: str, found: Salvage) -> Iterator[AuditFinding]:
     for line, why in found.damaged.items():
         yield AuditFinding("failure", "damaged", f"{name}:{line} cannot be read: {why}")
     if found.torn:
-        yield AuditFinding("note", "torn", f"{name}: the last line was cut short as it was written, and is left out")
+        yield AuditFinding("note", "torn", f"{name}: the last line is incomplete, and is ignored")
 
 
 # --- rules
 
 
 def _unproven(run: Evidence) -> Iterator[AuditFinding]:
-    """The oldest token's version is known to have made tokens; the version that was trained from, or the one published
-    last before it, could have."""
+    """Find versions without a proof. The version of a step's oldest token certainly sampled tokens. The version that
+    was trained from, or the last one published before it, may have."""
     proven = {proof.version for proof in run.proofs}
     in_order = sorted(proven)
     trained_on: dict[int, int] = {}
@@ -218,7 +218,8 @@ def _unproven(run: Evidence) -> Iterator[AuditFinding]:
 
 
 def _any_within(in_order: Sequence[int], first: int, last: int) -> bool:
-    """Without a walk from one to the other: a damaged row may name any version."""
+    """Return whether any version lies in a range. It does not loop over the range, which a damaged row may make
+    huge."""
     upto = bisect_right(in_order, last)
     return upto > 0 and in_order[upto - 1] >= first
 
@@ -228,26 +229,28 @@ def _within(every: int) -> str:
 
 
 def _last_unproven(run: Evidence) -> Iterator[AuditFinding]:
-    """A run that ended well published what it made."""
+    """A run that succeeded must have published its last version."""
     last = max((step.version for step in run.steps), default=None)
     if last is None or run.status.get("state") != "succeeded":
         return
     if last not in {proof.version for proof in run.proofs}:
-        yield AuditFinding("failure", "unproven", f"version {last} is what the run made, and has no proof", (last,))
+        yield AuditFinding("failure", "unproven", f"version {last} is the run's last, and has no proof", (last,))
 
 
 def _steps_missing(run: Evidence) -> Iterator[AuditFinding]:
-    """What cannot be known from metrics.jsonl: rows were lost."""
+    """Find missing rows of metrics.jsonl."""
     if not run.proofs and not run.steps and run.status.get("recipe") != "rl":
         return  # nothing was sampled
     for before, after in pairwise(run.made):
         if after > before + 1:
             gap = _span(before + 1, after - 1)
-            yield AuditFinding("failure", "steps_missing", f"metrics.jsonl lacks {gap}: what was trained on is unknown")
+            yield AuditFinding(
+                "failure", "steps_missing", f"metrics.jsonl lacks {gap}: their tokens' versions are unknown"
+            )
     done, last = int(number(run.status.get("steps_done")) or 0), max(run.made, default=0)
     if done > last:
         text = f"status.json counts {done} steps, and metrics.jsonl lacks {_span(last + 1, done)}"
-        yield AuditFinding("failure", "steps_missing", f"{text}: what was trained on is unknown")
+        yield AuditFinding("failure", "steps_missing", f"{text}: their tokens' versions are unknown")
 
 
 def _span(first: int, last: int) -> str:
@@ -255,8 +258,8 @@ def _span(first: int, last: int) -> str:
 
 
 def _out_of_order(run: Evidence) -> Iterator[AuditFinding]:
-    """A run that was resumed begins again at its checkpoint; within one process versions only grow. Only a step back
-    at a boot is free."""
+    """Find versions out of order. Within one process versions only grow; a resumed run begins again at its checkpoint,
+    so a lower version is allowed at a boot only."""
     places, steps = _boots(run.events)
     resumed: list[int] = []
     for (line, before), (next_line, after) in pairwise(zip(run.lines, run.proofs, strict=True)):
@@ -277,8 +280,8 @@ def _out_of_order(run: Evidence) -> Iterator[AuditFinding]:
 
 
 def _boots(events: Sequence[Row]) -> tuple[list[int], list[int | None]]:
-    """After how many rows of the ledger each boot began; and of boots after the first that do not say it, the step that
-    they went on from, None where that is not said either."""
+    """Return the number of ledger rows before each boot. For boots after the first without that number, also return the
+    step that they resumed from, or None if that is missing, too."""
     boots: list[tuple[int | None, int | None]] = []
     for event in events:
         if event.get("stage") == "boot":
@@ -288,13 +291,13 @@ def _boots(events: Sequence[Row]) -> tuple[list[int], list[int | None]]:
     places: list[int] = []
     for place, _ in boots:
         if place is not None:
-            places = [*(each for each in places if each < place), place]  # what stood after it was cut off
+            places = [*(each for each in places if each < place), place]  # later rows were cut off
     return places, [step for place, step in boots[1:] if place is None] if boots else [None]
 
 
 def _twice_and_different(run: Evidence) -> Iterator[AuditFinding]:
-    """A version may be published again, before an evaluation for one. Only digests can be compared: the other
-    fingerprints say which memory it is, and that is another one after an engine was taken back."""
+    """Find versions with two digests. A version may be published again, for example before an evaluation. Only digests
+    are compared: other fingerprints name the memory, which changes when an engine is attached again."""
     first: dict[tuple[int, str], Proof] = {}
     for proof in run.proofs:
         if proof.verified != "digest":
@@ -306,19 +309,19 @@ def _twice_and_different(run: Evidence) -> Iterator[AuditFinding]:
 
 
 def _stale(run: Evidence) -> Iterator[AuditFinding]:
-    """Steps changed what is served, and yet the same bytes were sent: both sides agree, about old weights."""
+    """Find versions whose bytes did not change although a step changed the weights: both sides agree on old weights."""
     moved = sorted(run.moved)
     for before, after in pairwise(run.proofs):
         between = _any_within(moved, before.version + 1, after.version)
         if "digest" == before.verified == after.verified and before.digest == after.digest and between:
-            text = f"version {after.version} has the very digest of version {before.version}, but the weights had moved"
+            text = f"version {after.version} has the same digest as version {before.version}, but the weights changed"
             yield AuditFinding("failure", "stale", text, (after.version,))
 
 
 def _not_verified(run: Evidence) -> Iterator[AuditFinding]:
     for proof in run.proofs:
         if proof.verified not in ("digest", "identity", "canary"):
-            text = f"version {proof.version} was sent, and nothing was compared (verified = '{proof.verified}')"
+            text = f"version {proof.version} was sent, but nothing was compared (verified = '{proof.verified}')"
             yield AuditFinding("failure", "not_verified", text, (proof.version,))
         elif not proof.digest or proof.tensors <= 0:
             text = f"version {proof.version}: its proof covers {proof.tensors} tensors, digest '{proof.digest}'"
@@ -328,11 +331,11 @@ def _not_verified(run: Evidence) -> Iterator[AuditFinding]:
 def _gap(run: Evidence) -> Iterator[AuditFinding]:
     for proof in run.proofs:
         if proof.verified == "none":
-            continue  # told already
+            continue  # reported already
         if not proof.canary_tokens:
-            text = f"version {proof.version}: the canary was not asked; equal weights alone do not show equal models"
+            text = f"version {proof.version}: the canary was not sampled; equal weights alone do not prove equal models"
             yield AuditFinding("failure", "canary_missing", text, (proof.version,))
-        elif not proof.logprob_gap <= proof.gap_limit:  # so that a gap which is not a number fails
+        elif not proof.logprob_gap <= proof.gap_limit:  # so that NaN fails
             text = f"version {proof.version}: gap {proof.logprob_gap:.2g} nats, limit {proof.gap_limit:.2g}"
             yield AuditFinding("failure", "gap", text, (proof.version,))
 
@@ -351,7 +354,7 @@ def _cache_epoch(run: Evidence) -> Iterator[AuditFinding]:
 
 
 def _tensors(run: Evidence) -> Iterator[AuditFinding]:
-    """By mode: an adapter has other tensors than the whole model."""
+    """Find changes in the number of tensors, within a mode: an adapter has other tensors than the whole model."""
     last: dict[str, Proof] = {}
     for proof in run.proofs:
         before = last.get(proof.mode)
@@ -364,26 +367,26 @@ def _tensors(run: Evidence) -> Iterator[AuditFinding]:
 def _mode_changed(run: Evidence) -> Iterator[AuditFinding]:
     for before, after in pairwise(run.proofs):
         if before.mode != after.mode:
-            text = f"from version {after.version} on, weights went by {after.mode} instead of {before.mode}"
+            text = f"from version {after.version} on, weights were sent by {after.mode} instead of {before.mode}"
             yield AuditFinding("note", "mode_changed", text, (after.version,))
 
 
 def _engine_changed(run: Evidence) -> Iterator[AuditFinding]:
     changed = tuple(after.version for before, after in pairwise(run.proofs) if before.engines != after.engines)
     if changed:
-        text = f"another engine answered from {_listed(changed)} on: it was started again, or another was attached"
+        text = f"another engine answered from {_listed(changed)} on: it was restarted, or another engine was attached"
         yield AuditFinding("note", "engine_changed", text, changed)
 
 
 def _attempts(run: Evidence) -> Iterator[AuditFinding]:
     again = tuple(proof.version for proof in run.proofs if proof.attempts > 1)
     if again:
-        text = f"{_listed(again)} took more than one attempt: a partner was lost, and taken back"
+        text = f"{_listed(again)} took more than one attempt: an engine was lost, and attached again"
         yield AuditFinding("note", "attempts", text, again)
 
 
 def _ended_by_sync(run: Evidence) -> Iterator[AuditFinding]:
-    """That is proof at work: what was not proven was not trained on."""
+    """Note a run that a sync ended: the proofs work, because nothing unproven was trained on."""
     for event in run.events:
         if event.get("stage") == "error" and str(event.get("kind")) in _ENDED_BY_SYNC:
             yield AuditFinding("note", "ended", f"the run ended with {event['kind']}: {event.get('message', '')}")

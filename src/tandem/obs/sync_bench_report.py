@@ -1,4 +1,4 @@
-"""What `tandem sync bench` found, as data, as a table and as a picture. matplotlib is imported when one is drawn."""
+"""The results of `tandem sync bench` as data, table and picture. matplotlib is imported only to draw."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _COLORS = {
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One way. Times are those of the median round, in the units that their names say."""
+    """The results of one bridge. Times are of the median round, in the units of their names."""
 
     bridge: str
     engine: str
     verified: bool = False
-    """Every round was proven: fingerprints, epoch and canary; and where bytes are digested, each round's differ."""
+    """Whether every round was proven by fingerprints, cache epoch and canary, and all digests differ."""
     how: str = ""
-    """What the fingerprints are: digest, identity, canary."""
+    """The kind of fingerprints: digest, identity, canary."""
     rounds: int = 0
     tensors: int = 0
     bytes: int = 0
     ms: float = 0.0
     phases: dict[str, float] = field(default_factory=dict[str, float])
-    """Milliseconds, as the proofs have them. Those of the trainer's end pass while the engine waits."""
+    """Milliseconds by phase, from the proofs. The trainer's phases pass while the engine waits."""
     rest_ms: float = 0.0
-    """Of `ms`: in none of the engine's phases nor the canary. Messages, and the comparison of fingerprints.
-    Below 0: a phase was counted twice."""
+    """`ms` without the engine's phases and the canary: messages and the comparison of fingerprints. Below 0: a phase
+    was counted twice."""
     gb_s: float | None = None
-    """bytes over all of `ms` but the canary; None where none are moved."""
+    """Bytes divided by `ms` without the canary; None if no bytes move."""
     link_share: float | None = None
     extra_mib: float | None = None
-    """Peak memory of both processes above what they held; `ops/memory_meter.py` says how it is counted."""
+    """Additional peak memory of both processes; `ops/memory_meter.py` says how it is measured."""
     gap: float = 0.0
     skipped: str = ""
     error: str = ""
@@ -62,7 +62,7 @@ class Bench:
     shape: str
     parameters: int
     link: str
-    """What `link_gb_s` is of."""
+    """What `link_gb_s` measures."""
     link_gb_s: float
     rows: tuple[BenchRow, ...]
 
@@ -72,7 +72,7 @@ class Bench:
 
 
 def bench_json(bench: Bench) -> dict[str, Any]:
-    """A row that could not be had says why in `skipped`; one that failed, in `error`."""
+    """Return the results as JSON. A row has the reason in `skipped` or `error` if it did not run or failed."""
     rows = [{key: value for key, value in asdict(row).items() if value != ""} for row in bench.rows]
     return finite({**asdict(bench), "rows": rows})
 
@@ -102,13 +102,13 @@ def bench_text(bench: Bench) -> str:
         "",
         *table(head, cells, left=("bridge", "proof")),
     ]
-    lines += [f"{row.bridge}: not here: {row.skipped}" for row in bench.rows if row.skipped]
+    lines += [f"{row.bridge}: skipped: {row.skipped}" for row in bench.rows if row.skipped]
     lines += [f"{row.bridge}: FAILED: {row.error}" for row in bench.rows if row.error]
     return "\n".join(printable(line) for line in lines)
 
 
 def bench_png(bench: Bench) -> bytes:
-    """A bar a way, its parts what happened one after the other: the engine's phases, the canary, the rest."""
+    """Draw a bar per bridge, of consecutive parts: the engine's phases, the canary, the rest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -127,7 +127,7 @@ def bench_png(bench: Bench) -> bytes:
     axes.set_yticks(range(len(rows)), [row.bridge for row in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, width)
-    axes.set_xlabel("milliseconds a version, median")
+    axes.set_xlabel("milliseconds per version, median")
     axes.set_title(f"{bench.shape}, {bench.parameters:,} parameters, {bench.device}", loc="left", fontsize=11)
     handles = [Patch(color=color, label=phase) for phase, color in _COLORS.items()]
     figure.legend(handles=handles, ncols=len(handles), loc="outside lower left", frameon=False, fontsize=8)
@@ -139,7 +139,7 @@ def bench_png(bench: Bench) -> bytes:
 
 
 def _width(rows: Sequence[BenchRow]) -> float:
-    """One way that takes far longer than the others (a process that starts) runs off the page, and says so."""
+    """Return the width of the axis. A bar that is far longer than the others (a process start) is cut, and marked."""
     longest = sorted(row.ms for row in rows) or [1.0]
     far = len(longest) > 1 and longest[-1] > 5 * longest[-2]
     return 1.05 * (longest[-2] if far else longest[-1])

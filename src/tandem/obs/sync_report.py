@@ -1,4 +1,4 @@
-"""The ledger for people: what `tandem sync audit` and `tandem sync status` print."""
+"""Print the ledger: the texts of `tandem sync audit` and `tandem sync status`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tandem.obs.sync_status import MAP_FILE, TOLD
 from tandem.types import Proof
 
 AT_THE_TRAINER = ("gather", "hash", "meet", "move", "confirm")
-"""Phases that pass while the engine waits."""
+"""The trainer's phases; the engine waits meanwhile."""
 AROUND = ("arrive", "load", "paused")
-"""Of an engine with workers: until they have it beside what is served; until they serve it; as long as requests waited.
-Others pass within them."""
+"""Phases of an engine with workers: until the version is staged; until it is served; while requests waited. They
+contain other phases."""
 ONE_AFTER_THE_OTHER = (
     "wake", "wait", "verify", "check", "stage", "pause", "apply", "digest", "prove", "resume", "canary",
 )  # fmt: skip
-"""The engine's and the canary."""
+"""The engine's other phases, and the canary."""
 PHASES = (*AT_THE_TRAINER, *AROUND, *ONE_AFTER_THE_OTHER)
 _SHOWN_ROWS, _SHOWN_A_RULE = 12, 4
 _HEAD = (
@@ -72,7 +72,7 @@ def verdict(audit: Audit) -> str:
         which = f"no sound proof of {_spans(odd)}" if odd else "rows are missing or damaged"
         return f"NOT PROVEN: {which} ({len(failures)} finding{'s' if len(failures) > 1 else ''})."
     if not versions:
-        return "Nothing to prove: no engine sampled for this run."
+        return "Nothing to prove: no engine sampled in this run."
     modes = Counter(proof.mode for proof in audit.proofs)
     return f"Every version has its proof: {len(versions)} versions ({_spans(versions)}), by {', '.join(sorted(modes))}."
 
@@ -83,7 +83,7 @@ def status_text(told: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> list[str]:
-    """`left`: heads of columns of words; numbers stand at the right."""
+    """Return the lines of a table. `left`: heads of the columns that are aligned left; numbers are aligned right."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
         "  ".join(
@@ -124,7 +124,7 @@ def _findings(found: Sequence[AuditFinding]) -> list[str]:
 
 
 def _ledger(proofs: Sequence[Proof], odd: set[int]) -> list[str]:
-    """The newest rows, and those with a failure, as far as they fit."""
+    """Return the newest rows and those with a failure, up to a limit."""
     wanted = [proof for proof in proofs if proof.version in odd][:_SHOWN_ROWS] or list(proofs[-_SHOWN_ROWS:])
     left_out = len(proofs) - len(wanted)
     lines = table(_HEAD, [_row(proof) for proof in wanted], left=("mode", "verified", "by phase", "digest", "engine"))
@@ -141,7 +141,7 @@ def _row(proof: Proof) -> tuple[str, ...]:
         _ms(proof.seconds.get("total", math.nan)),
         " ".join(f"{phase} {_ms(took)}" for phase in PHASES if (took := proof.seconds.get(phase, 0.0)) >= 5e-5),
         proof.digest,
-        f"{proof.logprob_gap:.1e} / {proof.gap_limit:.1e}" if proof.canary_tokens else "not asked",
+        f"{proof.logprob_gap:.1e} / {proof.gap_limit:.1e}" if proof.canary_tokens else "not sampled",
         str(proof.attempts),
         ", ".join(engine[:8] for engine in proof.engines),
     )
@@ -186,9 +186,9 @@ def _run_lines(told: Mapping[str, Any]) -> list[str]:
                 had = f"engaged{note}" if told_of.get("engaged") else f"not engaged, {told_of.get('why_not', '?')}"
                 lines.append(f"  {name} = {told_of.get('requested', '?')}: {had if 'engaged' in told_of else '?'}")
     if not told["engines"] and not any(what.startswith(MAP_FILE) for what in told["damage"]):
-        lines.append("no map: no engine has been attached")
+        lines.append("no sync-map.json: no engine has been attached")
     elif told["proofs"] and not told["map_is_of_the_last_proof"]:
-        lines.append("the map is of other engines than the last proof: a partner is being taken back")
+        lines.append("sync-map.json has other engines than the last proof: an engine is being attached again")
     if told["proofs"]:
         lines += ["", *_ledger([proof_of(row) for row in told["proofs"]], set())]
     return lines

@@ -1,7 +1,8 @@
-"""How trainer and engine are joined, and what was proven last: `tandem sync status`, of a run or of an engine's server.
+"""Show how trainer and engines are connected, and the last proofs: `tandem sync status`, of a run or an engine's
+server.
 
-A run writes down at each meeting what the engines said of themselves, in `sync-map.json`: boot ids, workers, and the
-layout that they serve from.
+At each attachment a run writes what the engines report to `sync-map.json`: boot ids, workers and the layout of their
+weights.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ TOLD = {
     "scheduler": "vLLM's scheduler", "compiled": "compiled models",
     "beside": "adapters beside the base", "blocks": "blocks of adapters",
 }  # fmt: skip
-"""What an engine said of itself when it was attached, requested and engaged, and what it is called, here and among a
-run's options."""
+"""Options that an engine reports when it is attached (requested, engaged), with their names here and in a run's
+events."""
 STATUS_ROUTE = "/engine/status"
 _TIMEOUT_S = 10.0
 _KINDS = {dict: "object", list: "list"}
@@ -34,11 +35,14 @@ Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 
 def sync_status(source: str | Path, *, token_file: str | Path | None = None, last: int = 5) -> dict[str, Any]:
-    """Of a run directory, with its `last` proofs; or of an engine's server, by its URL and token. Plain JSON."""
+    """Return the state of a run directory with its `last` proofs, or of an engine's server by URL and token. Plain
+    JSON."""
     if str(source).startswith(("http://", "https://")):
         return _of_server(str(source).rstrip("/"), Path(token_file) if token_file else None)
     if token_file is not None:
-        raise SpecError(f"--token-file = '{token_file}': is for an engine's URL, and '{source}' is none; leave it out")
+        raise SpecError(
+            f"--token-file = '{token_file}': is for an engine's URL, but '{source}' is not a URL; leave it out"
+        )
     return _of_run(Path(source), last)
 
 
@@ -64,7 +68,7 @@ def _of_run(run_dir: Path, last: int) -> dict[str, Any]:
         "version": newest.version if newest else None,
         "engines": engines,
         "coverage": min((engine["coverage"] for engine in engines), default=None),
-        # A map is written before the first proof of its meeting; in between they are of different engines.
+        # A map is written before the first proof of its connection; in between they are of different engines.
         "map_is_of_the_last_proof": bool(newest and engines and mapped == set(newest.engines)),
         "proofs": [finite(asdict(proof)) for proof in (proofs[-last:] if last else ())],
         "unreadable_proofs": unreadable,
@@ -73,11 +77,14 @@ def _of_run(run_dir: Path, last: int) -> dict[str, Any]:
 
 
 def _engine(told: Any, sent: int, damage: list[str]) -> dict[str, Any]:
-    """`places` says where each of the trainer's tensors lies in an engine that fuses or shards them; what it derives is
-    in no place. An engine that keeps their names needs none. Of an engine that takes adapters it is the base that must
-    be mapped; what is sent on top of it, each proof compares. Nothing for what is no engine."""
+    """Return what an engine reported; empty if it is not valid.
+
+    `places` maps the trainer's tensors to the parameters of an engine that fuses or shards them; derived tensors have
+    no place. An engine that keeps the names needs none. For an engine with adapters the base is mapped; each proof
+    compares the adapters themselves.
+    """
     if not isinstance(told, dict):
-        damage.append(f"{MAP_FILE}: {told!r:.80} is no engine")
+        damage.append(f"{MAP_FILE}: {told!r:.80} is not an engine")
         return {}
     layout, base, versions = (_part(told, name, dict, damage) for name in ("layout", "base", "versions"))
     places = _places(told, damage)
@@ -102,7 +109,8 @@ def _engine(told: Any, sent: int, damage: list[str]) -> dict[str, Any]:
 
 
 def _places(told: Mapping[str, Any], damage: list[str]) -> list[list[Any]]:
-    """Name, the engine's parameter, rows from and to, columns from and to: of each piece that some worker serves."""
+    """Return each piece that a worker serves: name, the engine's parameter, first and last row, first and last
+    column."""
     places = _part(told, "places", list, damage)
     whole = [
         place
@@ -110,17 +118,18 @@ def _places(told: Mapping[str, Any], damage: list[str]) -> list[list[Any]]:
         if isinstance(place, list) and len(place) == 6 and all(isinstance(name, str) for name in place[:2])
     ]
     if len(whole) < len(places):
-        damage.append(f"{MAP_FILE}: {len(places) - len(whole)} of {len(places)} places are none")
+        damage.append(f"{MAP_FILE}: {len(places) - len(whole)} of {len(places)} places are not valid")
     return whole
 
 
 def _joined(places: Sequence[Sequence[Any]]) -> tuple[dict[str, list[str]], dict[str, int]]:
-    """Parameters that hold several tensors, with their names; tensors that lie in several pieces, with how many."""
+    """Return the parameters that hold several tensors, with their names, and the tensors in several pieces, with
+    counts."""
     names: defaultdict[str, dict[str, None]] = defaultdict(dict)
     boxes: defaultdict[str, set[str]] = defaultdict(set)
     for name, param, *box in places:
         names[param][name] = None
-        boxes[name].add(str(box))  # a piece that several workers hold is one
+        boxes[name].add(str(box))  # a piece that several workers hold counts once
     fused = {param: list(held) for param, held in names.items() if len(held) > 1}
     return fused, {name: len(held) for name, held in boxes.items() if len(held) > 1}
 
@@ -131,21 +140,21 @@ def _read_map(path: Path, damage: list[str]) -> Mapping[str, Any]:
     try:
         told = read_json(path)
     except (OSError, ValueError) as error:
-        damage.append(f"{path.name} is not JSON that can be read: {error}")
+        damage.append(f"{path.name} is not valid JSON: {error}")
         return {}
     if not isinstance(told, dict):
-        damage.append(f"{path.name} is no object: {told!r:.80}")
+        damage.append(f"{path.name} is not an object: {told!r:.80}")
         return {}
     return told
 
 
 def _part(told: Mapping[str, Any], name: str, kind: type[Kind], damage: list[str], needs: Sequence[str] = ()) -> Kind:
-    """Empty where it is not said, or is something else."""
+    """Return a part of the map; empty if it is missing or has another type."""
     value = told.get(name)
     if value is None:
         return kind()
     if not isinstance(value, kind):
-        damage.append(f"{MAP_FILE}: {name} = {value!r:.80} is no {_KINDS[kind]}")
+        damage.append(f"{MAP_FILE}: {name} = {value!r:.80} is not of type {_KINDS[kind]}")
         return kind()
     if lacking := [field for field in needs if value and field not in value]:
         damage.append(f"{MAP_FILE}: {name} lacks {' and '.join(lacking)}")
@@ -157,13 +166,13 @@ def _of_server(url: str, token_file: Path | None) -> dict[str, Any]:
 
     headers = {} if token_file is None else {"Authorization": f"Bearer {named_token(token_file)}"}
     try:
-        # Not by a proxy of the environment: the token is for this server alone.
+        # No proxy from the environment: only this server may see the token.
         answer = httpx.get(url + STATUS_ROUTE, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
     except httpx.HTTPError as error:
-        raise EngineError(f"{url}: no engine answers there: {error or type(error).__name__}") from error
+        raise EngineError(f"{url}: no engine answers: {error or type(error).__name__}") from error
     if answer.status_code == 401:
         raise EngineError(
-            f"{url}: that is not its token; --token-file takes the file that the engine's ready file names"
+            f"{url}: refuses the token; give the file that the engine's ready file names with --token-file"
         )
     try:
         told = answer.json()
@@ -171,6 +180,6 @@ def _of_server(url: str, token_file: Path | None) -> dict[str, Any]:
         told = None
     if answer.status_code != 200 or not isinstance(told, dict):
         raise EngineError(
-            f"{url}{STATUS_ROUTE} answers {answer.status_code}: that is no engine of `tandem engine serve`"
+            f"{url}{STATUS_ROUTE} answers {answer.status_code}: this is not an engine of `tandem engine serve`"
         )
     return {"kind": "engine", "url": url, **told}

@@ -1,4 +1,4 @@
-"""Charts made of characters: a sparkline for one line of text, a braille curve for the end of a run."""
+"""Draw charts with characters: a sparkline in one line of text, a braille curve at the end of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Number = float | int | None
 
 
 def sparkline(values: Sequence[Number], width: int) -> str:
-    """All values in at most `width` characters; a bin of several values shows their mean."""
+    """Return a sparkline of at most `width` characters; each shows the mean of its values."""
     bins = _bins(values, min(width, len(values)))
     finite = [value for value in bins if value is not None]
     if not finite:
@@ -26,7 +26,7 @@ def sparkline(values: Sequence[Number], width: int) -> str:
 
 
 def terminal_curve(values: Sequence[Number], width: int = 60, height: int = 8, title: str = "") -> str:
-    """A line chart: `width` by `height` characters with the axis labels included in neither."""
+    """Return a line chart of `width` by `height` characters, plus axis labels."""
     bins = _bins(values, min(2 * width, max(len(values), 1)))
     finite = [value for value in bins if value is not None]
     if not finite:
@@ -48,7 +48,7 @@ def terminal_curve(values: Sequence[Number], width: int = 60, height: int = 8, t
 
 
 def _plot(bins: list[float | None], low: float, high: float, width: int, height: int) -> list[list[int]]:
-    """Braille cells, row by row; neighbours are joined by a vertical stroke so that a steep rise is still a line."""
+    """Return braille cells by row. Vertical strokes join neighbours, so that a steep rise is still a line."""
     cells = [[0] * width for _ in range(height)]
     columns, rows = 2 * width, 4 * height
     previous: int | None = None
@@ -66,7 +66,7 @@ def _plot(bins: list[float | None], low: float, high: float, width: int, height:
 
 
 def _bins(values: Sequence[Number], count: int) -> list[float | None]:
-    """Means of `count` slices of about equal length; None where a slice holds no number."""
+    """Return the means of `count` slices of about equal length; None for a slice without a number."""
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     return [_mean(values[start:stop]) for start, stop in pairwise(edges)]
 

@@ -1,4 +1,4 @@
-"""Adapters stand on a base model that is never sent: the engine's must be the trainer's."""
+"""Check that engine and trainer have the same base model, which is never sent with adapters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tandem.ops.digest import fingerprinted
 
 
 def check_base(ours: Iterable[tuple[str, Tensor]], replies: Sequence[Mapping[str, Any]]) -> None:
-    """`replies`: what engines said of themselves. They hold `base`, the digests of their own, where adapters are to
-    come."""
+    """Raise SyncError if an engine's base differs. `replies`: of attached engines; for adapters they have `base`, the
+    digests of the engine's own base."""
     asked = [reply for reply in replies if reply.get("base") is not None]
     if not asked:
         return
@@ -44,7 +44,7 @@ def _check_one(
     every = names | theirs.keys()
     if odd := sorted(name for name in every if differs(name)):
         raise SyncError(
-            f"sync: the engine's base model is another than the trainer's: '{odd[0]}' differs ({len(odd)} of "
+            f"sync: the engine's base model is not the trainer's: '{odd[0]}' differs ({len(odd)} of "
             f"{len(every)} tensors); load the same model, in the same precision"
         )
 

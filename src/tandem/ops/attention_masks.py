@@ -1,4 +1,4 @@
-"""Which architectures we can batch, and the attention masks for them."""
+"""Check which architectures can be batched, and make the attention masks for them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tandem.ops import packed_attention
 
 
 def check_attention(config: Any) -> None:
-    """Only attention that a mask describes: a state-space or linear layer would carry one sequence into the next."""
+    """Raise SpecError unless a mask describes the attention: a state-space or linear layer would mix sequences."""
     config = config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     unknown = kinds - {"full_attention", "sliding_attention"}
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        unknown.add("ALiBi")  # it measures distance along the row, which is not the distance in a packed sequence
+        unknown.add("ALiBi")  # it uses the distance in the row, which differs from that in a packed sequence
     if unknown or getattr(config, "num_kv_shared_layers", 0):
         raise SpecError(
             f"model: {config.model_type} has layers of kind {', '.join(sorted(unknown)) or 'shared key-value'}, which "
@@ -26,14 +26,14 @@ def check_attention(config: Any) -> None:
 
 
 def plainly_causal(config: Any) -> bool:
-    """Without a mask, every layer attends causally, and by its fast kernel."""
+    """Return whether every layer is causal without a mask, and then uses its fast kernel."""
     return config._attn_implementation in ("sdpa", packed_attention.NAME) and not getattr(
         config.get_text_config(), "sliding_window", None
     )
 
 
 def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) -> Any:
-    """What the model's forward takes as attention_mask: one mask, or one per kind of layer.
+    """Return the `attention_mask` of the model's forward: one mask, or one per kind of layer.
 
     `allowed` is boolean and broadcasts to [B, 1, queries, keys]; positions broadcast to the same shape.
     """
@@ -44,7 +44,7 @@ def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) 
         return _typed(config, allowed)
     sliding = allowed & (query_pos - key_pos < window)
     if not kinds:
-        return _typed(config, sliding)  # a sliding window in every layer, and a model that takes one mask
+        return _typed(config, sliding)  # every layer has a sliding window, and the model takes one mask
     return {"full_attention": _typed(config, allowed), "sliding_attention": _typed(config, sliding)}
 
 

@@ -1,9 +1,8 @@
-"""How many bytes things take, from their shapes alone: what a run makes and accounts for, and what a plan foretells.
+"""Compute sizes in bytes from shapes, for runs that allocate and account for memory and for plans.
 
-No torch here. The optimizers make their state with `state_shapes`, the lm-head cuts its chunks with `pieces`, the
-embedded engine grows its cache with `cache_held`, and `peak` puts the parts together, for train/memory_accounting.py
-as for
-runs/planner/memory.py.
+Nothing here imports torch. The optimizers allocate their state by `state_shapes`, the lm-head cuts its chunks by
+`pieces`, and the embedded engine grows its cache by `cache_held`. `peak` adds the parts up, for both
+train/memory_accounting.py and runs/planner/memory.py.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class ModelShape:
 
     @property
     def linears(self) -> dict[str, Dims]:
-        """Of a layer, [out, in]."""
+        """Return the linear layers of a decoder layer, as [out, in]."""
         return {
             "q_proj": (self.query, self.hidden),
             "k_proj": (self.key, self.hidden),
@@ -58,19 +57,19 @@ class ModelShape:
         }
 
     def vectors(self) -> list[int]:
-        """Of a layer: norms and biases."""
+        """Return the sizes of the norms and biases of a decoder layer."""
         found = [self.hidden, self.hidden] + [self.head_dim, self.head_dim] * self.qk_norm
         found += [self.query, self.key, self.key] * self.qkv_bias + [self.hidden] * self.out_bias
         return found + [self.intermediate, self.intermediate, self.hidden] * self.mlp_bias
 
     @property
     def tables(self) -> list[Dims]:
-        """Embedding, and head if it has weights of its own."""
+        """Return the embedding, and the head if it has its own weights."""
         return [(self.vocab, self.hidden)] * (1 if self.tied else 2)
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Parameters by component."""
+        """Return the number of parameters by component."""
         attention = sum(prod(self.linears[name]) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
         mlp = sum(prod(self.linears[name]) for name in ("gate_proj", "up_proj", "down_proj"))
         return {
@@ -90,11 +89,11 @@ class ModelShape:
 
 ROWS_8BIT, FEWEST_8BIT = 256, 4096
 UPDATE_CHUNK = 2**23
-"""Numbers updated together: what an update holds meanwhile is on top of every gradient."""
+"""Numbers that are updated together: the temporary memory of an update is needed in addition to all gradients."""
 
 
 def state_shapes(kind: str, like: Dims, rank: int = 1) -> dict[str, tuple[Dims, int]]:
-    """What a rule keeps for one parameter: name -> (shape, bytes a number)."""
+    """Return the optimizer state of one parameter: name -> (shape, bytes per number)."""
     if kind == "adafactor" and len(like) > 1:
         return {"row_square": ((*like[:-1], 1), 4), "column_square": ((*like[:-2], 1, like[-1]), 4)}
     if kind == "adafactor":
@@ -121,10 +120,11 @@ def state_bytes(kind: str, like: Dims, rank: int = 1) -> int:
 
 
 def update_bytes(numbers: Iterable[int], undivided: Iterable[int], *, narrow: bool) -> int:
-    """Held at most while an update is applied, beside state and gradients. `undivided`: those whose rows go together.
+    """Return the temporary memory of an update, besides state and gradients. `undivided`: sizes of tensors that are
+    updated whole.
 
-    Value, gradient, what it was and what was kept, and the terms of two expressions, in fp32; of fp32 weights, value
-    and gradient are there already.
+    These are value, gradient, old value, rounded value and the terms of two expressions, in fp32; for fp32 weights,
+    value and gradient exist already.
     """
     return (40 if narrow else 20) * max(min(UPDATE_CHUNK, sum(numbers)), *undivided, 0)
 
@@ -132,14 +132,14 @@ def update_bytes(numbers: Iterable[int], undivided: Iterable[int], *, narrow: bo
 # --- the lm-head
 
 WORKSPACE_BYTES = 1_800_000_000
-"""What forward or backward of the head may hold beside inputs, outputs and gradients."""
+"""Temporary memory of the head's forward or backward pass, besides inputs, outputs and gradients."""
 EAGER_COPIES = 3
-"""Of the logits at once, without kernels: the logits, and two steps of an expression."""
+"""Copies of the logits that exist at once without kernels: the logits, and two steps of an expression."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNumbers:
-    """Bytes of a number, and how many make a tile, where the head is computed."""
+    """Bytes per number in the head's computation, and numbers per tile."""
 
     sums: int
     forward: int
@@ -156,7 +156,7 @@ def head_numbers(itemsize: int, *, on_gpu: bool) -> HeadNumbers:
 
 
 def head_chunks(count: int, vocab: int, numbers: HeadNumbers, workspace: int) -> tuple[list[slice], int]:
-    """Of the tokens, for the forward pass, and what it holds at once."""
+    """Return the chunks of tokens for the forward pass, and the memory of one chunk."""
     bytes_a_token = vocab * numbers.forward
     chunks = list(pieces(count, workspace // bytes_a_token, numbers.multiple))
     return chunks, min(count, chunks[0].stop) * bytes_a_token if chunks else 0
@@ -165,7 +165,7 @@ def head_chunks(count: int, vocab: int, numbers: HeadNumbers, workspace: int) ->
 def head_blocks(
     count: int, ids: int, width: int, numbers: HeadNumbers, wanted: tuple[bool, bool], workspace: int
 ) -> tuple[list[slice], int]:
-    """Of the vocabulary, for the backward pass, and what it holds at once."""
+    """Return the blocks of the vocabulary for the backward pass, and its temporary memory."""
     hidden_bytes = count * width * numbers.sums * wanted[0]
     bytes_an_id = count * numbers.backward + width * numbers.sums * wanted[1]
     blocks = list(pieces(ids, (workspace - hidden_bytes) // max(1, bytes_an_id), numbers.multiple))
@@ -175,7 +175,7 @@ def head_blocks(
 def head_bytes(
     count: int, vocab: int, width: int, itemsize: int, *, on_gpu: bool, trained: bool, workspace: int = WORKSPACE_BYTES
 ) -> tuple[int, int]:
-    """Held at most while so many tokens are scored, and while they are differentiated."""
+    """Return the temporary memory of the forward and of the backward pass over so many tokens."""
     numbers = head_numbers(itemsize, on_gpu=on_gpu)
     _, forward = head_chunks(count, vocab, numbers, workspace)
     _, backward = head_blocks(count, vocab, width, numbers, (True, trained), workspace)
@@ -183,17 +183,17 @@ def head_bytes(
 
 
 def unfused_head_bytes(count: int, ids: int, top_p: float) -> int:
-    """Of a head that is computed by chunks and checkpoints."""
+    """Return the temporary memory of a head that is computed in checkpointed chunks."""
     return min(WORKSPACE_BYTES, count * ids * bytes_a_logit(top_p))
 
 
 def bytes_a_logit(top_p: float) -> int:
-    """Held at once for each logit of a chunk, in forward and backward of what is checkpointed."""
+    """Return the temporary bytes per logit of a checkpointed chunk, in forward and backward."""
     return 24 if top_p >= 1 else 48
 
 
 def pieces(total: int, most: int, multiple: int) -> Iterator[slice]:
-    """`total` in as few pieces as `most` allows, about equally long; the first is the longest."""
+    """Cut `total` into as few pieces as `most` allows, about equally long; the first is the longest."""
     most = max(most // multiple, 1) * multiple
     count = max(-(-total // most), 1)
     size = -(-total // (count * multiple)) * multiple
@@ -205,13 +205,13 @@ def pieces(total: int, most: int, multiple: int) -> Iterator[slice]:
 
 
 def position_bytes(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Keys and values of one token."""
+    """Return the bytes of the keys and values of one token."""
     return 2 * layers * kv_heads * head_dim * itemsize
 
 
 def cache_held(rows: int, length: int, most: int) -> tuple[int, int]:
-    """Rows and length that the embedded engine's cache has for so many: doubled while that stays within `most`
-    positions, exact beyond. One row more than a power of two: the last is for who is urgent, beside all that run."""
+    """Return the rows and length of the embedded engine's cache for a need. They are doubled up to `most` positions,
+    and exact beyond. There is one row more than a power of two, for an urgent request."""
     wide, long = _doubled(8, rows - 1) + 1, _doubled(64, length)
     return (wide, long) if wide * long <= most else (rows, length)
 
@@ -225,7 +225,7 @@ def _doubled(size: int, wanted: int) -> int:
 # --- a prompt that siblings share
 
 Shares: TypeAlias = Callable[[Sequence[float], float], bool]
-"""Whether sequences that begin alike, so many tokens each, become one tree of so many tokens."""
+"""Returns whether sequences of these lengths, with a common beginning, become one tree of this many tokens."""
 
 
 def shares_never(alone: Sequence[float], tree: float) -> bool:
@@ -233,7 +233,7 @@ def shares_never(alone: Sequence[float], tree: float) -> bool:
 
 
 def shares_unmasked(alone: Sequence[float], tree: float) -> bool:
-    """Where rows need no mask, a tree costs its tokens."""
+    """Without a mask, a tree costs its tokens."""
     return tree < sum(alone)
 
 
@@ -249,7 +249,7 @@ def shares_masked(hidden: int) -> Shares:
 # --- all of it
 
 GIVEN_BACK_BYTES = 2**27
-"""Weights and optimizer state that make it worth the time to give a host's free memory back
+"""Least size of weights and optimizer state at which returning free memory to the system is worth the time
 (ops/release_host_memory.py)."""
 MAPPED_ALONE_BYTES = 2**25
 """A block as large as this goes back to the host as soon as it is freed, also in backward (the same file)."""
@@ -257,22 +257,22 @@ MAPPED_ALONE_BYTES = 2**25
 
 @dataclass(frozen=True, slots=True)
 class MemoryParts:
-    """Of a training step, in any one unit."""
+    """The memory of a training step by part, all in the same unit."""
 
     always: float
-    """Weights, master, optimizer state, reference, and whatever else is there."""
+    """Weights, master, optimizer state, reference and all other permanent memory."""
     activations: float
     gradients: float
-    """Those that exist at once."""
+    """The gradients that exist at once."""
     num_micro: int
     head_forward: float
     head_backward: float
     largest: float
-    """Of one trained tensor's gradient."""
+    """The largest gradient of one tensor."""
     update: float
-    """While an update is applied."""
+    """Temporary memory of an update."""
     layer: float = 0.0
-    """One layer on its way through backward: what of it is computed again, and the gradients in it."""
+    """Extra memory of one layer in the backward pass: recomputed activations, and gradients inside the layer."""
     sums: float = 0.0
     """Sums of the gradients of earlier micro-batches, where they are added as a tree. 0: as `num_micro` says."""
     gathered: float = 0.0
@@ -284,10 +284,10 @@ class MemoryParts:
 
 
 def peak(parts: MemoryParts) -> float:
-    """The most that is held at once.
+    """Return the peak.
 
-    Backward begins with every activation, and the gradient of the head is made first; those of earlier micro-batches
-    are all there. It ends with one layer's activations, and every gradient.
+    At the beginning of the backward pass all activations exist, the head's gradient is computed, and all gradients of
+    earlier micro-batches exist. At its end one layer's activations and all gradients exist.
     """
     summed = parts.sums or (parts.gradients if parts.num_micro > 1 else 0.0)
     head = max(parts.head_forward, parts.head_backward + parts.largest, parts.layer)
@@ -297,9 +297,9 @@ def peak(parts: MemoryParts) -> float:
 
 
 def heaped(parts: MemoryParts, *, scattered: bool) -> float:
-    """Return the most that is held at once where a host's free memory is kept: nothing takes another part's place.
+    """Return the peak on a host whose freed memory is not returned to the system: no part reuses another's memory.
 
-    `scattered`: among what lives on there are holes that do not fit, so that activations lie there twice.
+    `scattered`: fragmentation leaves gaps that are too small, so activations count twice.
     """
     activations = parts.activations * (2 if scattered else 1)
     head = max(parts.head_forward, parts.head_backward)

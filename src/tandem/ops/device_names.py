@@ -1,4 +1,4 @@
-"""Which device something is on, in words that two processes share."""
+"""Name a device in a form that two processes understand alike."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """`cpu`, or the GPU's UUID: its number may be another in each process."""
+    """Return `cpu` or the GPU's UUID, because a GPU's number may differ between processes."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

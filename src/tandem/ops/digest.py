@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 _MASK = 2**64 - 1
 _TEXT = "016x"
 _CHUNK = {"cpu": 2**17}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
-_TOGETHER = {"cuda": 2**29}  # bytes of tensors that may have been made for their digest alone
+_TOGETHER = {"cuda": 2**29}  # bytes of tensors that may exist only for their digest
 _FIRST_ODD = {
     torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000, torch.float8_e5m2: 0x7C,
     torch.float8_e4m3fn: 0x7F,
 }  # fmt: skip
-"""The bits, without the sign, from which on a value is infinite or no number."""
+"""The smallest bits, without the sign, of an infinite value or NaN."""
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _WITHOUT_SIGN = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
@@ -50,9 +50,9 @@ class ElementChange(NamedTuple):
 
     name: str
     num_cols: int
-    """Of the whole tensor: integers a row."""
+    """Integers per row of the whole tensor."""
     index_N: Tensor
-    """Of each integer, counted through the tensor row by row."""
+    """Position of each integer, counted row by row."""
     old_N: Tensor
     new_N: Tensor
 
@@ -263,7 +263,7 @@ def _again(parts: Sequence[Piece], *, checked: bool, alone: bool) -> Any:
 
 def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Iterator[tuple[str, Tensor, str]]:
     phases = phases or Phases()
-    if held and held[-1][1].is_cuda:  # what makes them may still run
+    if held and held[-1][1].is_cuda:  # the kernels that create them may still run
         torch.cuda.current_stream(held[-1][1].device).synchronize()
     phases.end("gather")
     numbers = pieces((name, tensor, 0, 0) for name, tensor in held)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class DigestMatrix(NamedTuple):
-    """What is summed: integers, to be read without their sign, and where their weights begin."""
+    """The integers to sum, read as unsigned, and where their weights begin."""
 
     integers_RC: Tensor
     row_seed: int
@@ -21,7 +21,7 @@ class DigestMatrix(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """The same of a tensor whose rows are as they lie in memory, found without making views of it."""
+    """The same for a tensor whose rows are contiguous in memory, described without creating views."""
 
     place: int
     width: int

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
-"""The sums of ops/digest.py over any number of matrices: each byte is read once, where it lies.
+"""Compute the sums of ops/digest.py over any number of matrices on a GPU; each byte is read once, in place.
 
-One launch for each width of element and of tile. A program adds up a tile of one matrix: which one and where is in a
-table. Only imported where tensors are on a GPU.
+There is one launch per element width and tile width. A program sums one tile of a matrix; a table says which. This
+module is imported only if tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tandem.ops.batched_launches import Replay
 from tandem.ops.digest_layout import DigestMatrix, Plain
 
 _LANES = 1024  # elements at a time, of one row or of many
-_COLS = (16, 64, 256, _LANES)  # of a tile; half of an adapter's tensors are as wide as its rank
+_COLS = (16, 64, 256, _LANES)  # columns of a tile; half of an adapter's tensors are as wide as its rank
 NO_LIMIT = 2**62
 
 
 class Table:
-    """Which bytes, and with which weights: looked up once for as often as they are summed."""
+    """The bytes to sum and their weights; made once, for any number of sums."""
 
     def __init__(
         self, matrices: Sequence[DigestMatrix | Plain], device: torch.device, limits: Sequence[int] | None = None
     ) -> None:
-        """All on that device, and there until they have been read. `limits`: from which number on an element, without
-        its top bit, is none that counts."""
-        self.held = list[Tensor]()  # until they have been read: some are copies
+        """All tensors must be on `device`, and exist until the kernel has read them. `limits`, one per matrix: elements
+        whose bits, without the top bit, are at or above the limit are not finite."""
+        self.held = list[Tensor]()  # kept until they were read, because some are copies
         self._checks, self.num, self.device = limits is not None, len(matrices), device
         entries: defaultdict[tuple[int, bool, int], list[Sequence[int]]] = defaultdict(list)
         for index, matrix in enumerate(matrices):
@@ -43,7 +43,7 @@ class Table:
                 self.held.append(integers_RC)
                 (rows, cols), place, width = integers_RC.shape, integers_RC.data_ptr(), integers_RC.element_size()
                 pitch = integers_RC.stride(0) if rows > 1 else 0
-            aligned = ((cols | pitch) * width | place) % 16 == 0  # each row, so that 16 bytes are read at a time
+            aligned = ((cols | pitch) * width | place) % 16 == 0  # of each row, to read 16 bytes at a time
             limit = limits[index] if limits is not None else NO_LIMIT
             across = next((each for each in _COLS if cols <= each), _LANES)
             entries[width, aligned, across].append((place, rows, cols, pitch, *weights, index, limit))
@@ -59,12 +59,13 @@ class Table:
             self._launches.append((first, num_tiles, width, aligned, across))
         owners = torch.repeat_interleave(torch.frombuffer(counts, dtype=torch.int64), output_size=num_tiles)
         told = torch.cat((torch.frombuffer(table, dtype=torch.int64), owners))
-        # From pinned memory: else it would wait for the kernels before it, those of the table before among them.
+        # From pinned memory: otherwise the copy would wait for earlier kernels.
         pinned = told.pin_memory() if device.type == "cuda" else told
         self._told, self._num_entries = pinned.to(device, non_blocking=True), len(table)
 
     def launch(self) -> Tensor:
-        """Row 0: the sums, modulo 2**64, as signed numbers. Row 1: 1 where an element does not count, else 0."""
+        """Return in row 0 the sums, modulo 2**64, as signed numbers; in row 1 a 1 if an element is not finite, else
+        0."""
         out = torch.zeros((2, self.num), dtype=torch.int64, device=self.device)
         self.add_to(out)
         return out
@@ -81,17 +82,17 @@ class Table:
 
 
 class Again:
-    """The sums of one table, as often as they are asked for, by one caller at a time."""
+    """Computes the sums of one table repeatedly, for one caller at a time."""
 
     def __init__(self, table: Table, *, alone: bool) -> None:
-        """`alone`: as ops/batched_launches.py has it."""
+        """`alone`: see ops/batched_launches.py."""
         self._table = table
         self._out = torch.empty((2, table.num), dtype=torch.int64, device=table.device)
         self._here = torch.empty(self._out.shape, dtype=torch.int64, pin_memory=True)
         self._replay = Replay(self._launch, {self._out.device}, "digests", alone=alone)
 
     def sums(self) -> list[list[int]]:
-        """As `Table.launch` has them. Waits."""
+        """Return the sums as `Table.launch` does, after waiting for them."""
         self._replay.run()
         torch.cuda.current_stream(self._out.device).synchronize()
         return self._here.tolist()
@@ -103,7 +104,7 @@ class Again:
 
 
 def _lengthwise(matrix: DigestMatrix) -> DigestMatrix:
-    """Neighbours in memory are neighbours in a row. Where they are not it is turned: rows and columns count alike."""
+    """Return the matrix with neighbours in memory as neighbours in a row; transpose it if needed."""
     integers_RC, row_seed, col_seed, row_start, col_start = matrix
     if 1 not in integers_RC.stride():
         integers_RC = integers_RC.contiguous()
@@ -114,7 +115,7 @@ def _lengthwise(matrix: DigestMatrix) -> DigestMatrix:
 
 
 def _rows(cols: int) -> int:
-    """Of a tile that is so wide."""
+    """Return the rows of a tile of this width."""
     return 64 if cols == _LANES else 16 * _LANES // cols
 
 
@@ -153,7 +154,7 @@ def _add_up(
     lane = tl.arange(0, LANES)
     at = (tile - first_tile) % across * COLS + lane % COLS
     inside = at < cols
-    # A weight's halves apart: two multiplications of 32 bits for each element instead of one of 64.
+    # Multiply by the two 32-bit halves of a weight separately, instead of one multiplication of 64 bits.
     low = tl.zeros([LANES], dtype=tl.uint64)
     high = tl.zeros([LANES], dtype=tl.uint32)
     largest = tl.zeros([LANES], dtype=tl.uint32)

@@ -1,18 +1,18 @@
-"""Logprob and entropy of tokens straight from hidden states, without ever holding `[tokens, vocab]`.
+"""Compute logprob and entropy of tokens from hidden states, without a `[tokens, vocab]` tensor in memory.
 
 Shapes: N tokens, H hidden, V vocabulary (rows of the lm-head), C tokens of a chunk, B ids of a block.
 
-Forward goes by chunks of tokens, since a row's log-sum-exp needs the whole row: one matrix product, one pass over its
-result. What stays for backward is the log-sum-exp of each token.
+The forward pass goes by chunks of tokens, because a row's log-sum-exp needs the whole row: one matrix product, then one
+pass over its result. Only the log-sum-exp of each token is kept for the backward pass.
 
-Backward recomputes logits by blocks of the vocabulary. Counted for N = 65,536, H = 2048, V = 152k in bf16: either way
-two sums do not fit in one product, but
-- by chunks of tokens it is the gradient of the weight: 1.24 GB in fp32, read and written again for each of the ~80
-  chunks that fit beside it in 1.8 GB: 200 GB, 46 ms at 4.3 TB/s;
-- by blocks of the vocabulary it is the gradient of the hidden states: 0.54 GB, again for each of ~48 blocks: 52 GB,
-  12 ms, and the weight's gradient comes out complete, block by block.
-Both sums are kept in fp32 and rounded once. Logits are fp32 as well: a bf16 logit of 20 is off by up to 0.06, and so
-would be the token's logprob.
+The backward pass recomputes logits by blocks of the vocabulary. Either way one of the two gradients is a sum over
+several products. For N = 65,536, H = 2048, V = 152k in bf16:
+- by chunks of tokens this is the weight's gradient: 1.24 GB in fp32, read and written for each of the ~80 chunks that
+  fit beside it in 1.8 GB: 200 GB, 46 ms at 4.3 TB/s;
+- by blocks of the vocabulary it is the hidden states' gradient: 0.54 GB, for each of ~48 blocks: 52 GB, 12 ms, and each
+  block of the weight's gradient is complete at once.
+Both gradients are summed in fp32 and rounded once. Logits are fp32 as well: a bf16 logit of 20 is off by up to 0.06,
+and so would be the token's logprob.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def score(
     temperature: float = 1.0,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each id, with gradients to hidden states and weight; entropy at each position, a metric without."""
+    """Return the logprob of each id, with gradients to hidden states and weight, and the entropy at each position,
+    without a gradient."""
     assert hidden_NH.dim() == 2, f"hidden states are [tokens, hidden], not {list(hidden_NH.shape)}"
     assert ids_N.shape == hidden_NH.shape[:1], f"{list(ids_N.shape)} ids for {len(hidden_NH)} hidden states"
     curve = Curve.of(num_ids, scale, softcap, temperature)
@@ -49,12 +50,12 @@ def score(
 
 
 def logits(hidden: Tensor, weight_VH: Tensor) -> Tensor:
-    """The lm-head's product in the precision of its sums: what `score` sees, for who needs all of a few rows."""
+    """Return all logits of a few rows, in the precision that `score` uses."""
     return _Logits.apply(hidden.flatten(0, -2), weight_VH).view(*hidden.shape[:-1], len(weight_VH))
 
 
 def buffer_bytes(num_tokens: int, weight_VH: Tensor) -> tuple[int, int]:
-    """Held at most while so many tokens are scored, and while they are differentiated."""
+    """Return the temporary memory of the forward and of the backward pass over so many tokens."""
     vocab, width = weight_VH.shape
     itemsize, on_gpu, trained = weight_VH.element_size(), weight_VH.is_cuda, weight_VH.requires_grad
     return byte_sizes.head_bytes(num_tokens, vocab, width, itemsize, on_gpu=on_gpu, trained=trained)
@@ -104,7 +105,7 @@ class _Logits(torch.autograd.Function):
 def _forward(
     hidden_NH: Tensor, weight_VH: Tensor, ids_N: Tensor, curve: Curve, workspace_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, logprob and entropy of each token."""
+    """Return log-sum-exp, logprob and entropy of each token."""
     (count, _), vocab = hidden_NH.shape, len(weight_VH)
     dtype = _logits_dtype(hidden_NH)
     lse_N, logprobs_N, entropy_N = (
@@ -129,9 +130,9 @@ def _backward(
     workspace_bytes: int,
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden states and weight, of those that are wanted."""
+    """Return the gradients of hidden states and weight, as far as they are wanted."""
     (count, width), sum_dtype = hidden_NH.shape, _sum_dtype(hidden_NH)
-    # To the end of a tile, as far as there are rows: what no id names has the gradient zero.
+    # Up to the end of a tile, as far as there are rows; rows without an id get a zero gradient.
     multiple = _numbers(hidden_NH).multiple
     reached = min(-(-curve.num_ids // multiple) * multiple, len(weight_VH)) if count else 0
     hidden_grad_NH = torch.zeros((count, width), dtype=sum_dtype, device=hidden_NH.device) if wanted[0] else None
@@ -155,11 +156,11 @@ def _backward(
     return None if hidden_grad_NH is None else hidden_grad_NH.to(hidden_NH.dtype), weight_grad_VH
 
 
-# --- the reference, in plain torch; ops/fused_logprobs_triton.py has the same two on a GPU
+# --- the reference in plain torch; ops/fused_logprobs_triton.py has both functions for a GPU
 
 
 def _look(raw_CV: Tensor, ids_C: Tensor, curve: Curve, lse_C: Tensor, logprobs_C: Tensor, entropy_C: Tensor) -> None:
-    """Fills the last three; may overwrite the logits."""
+    """Fill the last three arguments; may overwrite the logits."""
     logits_CV = raw_CV[:, : curve.num_ids].mul_(curve.inner)
     if curve.outer:
         logits_CV.tanh_().mul_(curve.outer)
@@ -172,7 +173,7 @@ def _look(raw_CV: Tensor, ids_C: Tensor, curve: Curve, lse_C: Tensor, logprobs_C
 def _slope(
     raw_NB: Tensor, first_id: int, ids_N: Tensor, lse_N: Tensor, grad_N: Tensor, curve: Curve, slope_NB: Tensor
 ) -> Tensor:
-    """Gradient of what the matrix product gave, into `slope_NB`, which may be `raw_NB` itself."""
+    """Write the gradient of the matrix product's result into `slope_NB`, which may be `raw_NB` itself."""
     logits_NB = raw_NB.mul_(curve.inner)
     bend_NB: Tensor | float = curve.inner
     if curve.outer:
@@ -185,7 +186,7 @@ def _slope(
     return slope_NB.copy_(minus_probs_NB.mul_(grad_N[:, None]).mul_(bend_NB))
 
 
-# --- what the device and its numbers ask for
+# --- choices by device and type
 
 
 def _has_kernels(tensor: Tensor) -> bool:
@@ -207,7 +208,7 @@ def _logits_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _slope_dtype(tensor: Tensor) -> torch.dtype:
-    """Operands of the last two products: tensor cores want them as narrow as the weight."""
+    """Return the type of the operands of the last two products: tensor cores need the weight's type."""
     return tensor.dtype if tensor.is_cuda else _sum_dtype(tensor)
 
 
@@ -216,13 +217,13 @@ def _numbers(tensor: Tensor) -> byte_sizes.HeadNumbers:
 
 
 def _matrix(rows: int, columns: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Rows start at multiples of 256 bytes: a product into rows that start anywhere takes a much slower kernel."""
+    """Allocate a matrix whose rows start at multiples of 256 bytes: otherwise the product uses a much slower kernel."""
     step = 256 // dtype.itemsize if like.is_cuda else 1
     return torch.empty((rows, -(-columns // step) * step), dtype=dtype, device=like.device)[:, :columns]
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """`left @ right`, summed and given back in fp32 (or fp64), whatever the operands are."""
+    """Return `left @ right`, summed and returned in fp32 (or fp64)."""
     dtype = _sum_dtype(left) if out is None else out.dtype
     if not left.is_cuda or left.dtype == dtype:
         return torch.mm(left.to(dtype), right.to(dtype), out=out)

@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
-"""The two passes of ops/fused_logprobs.py over logits as kernels: each reads a logit once.
+"""GPU kernels of the two passes of ops/fused_logprobs.py over logits; each reads a logit once.
 
-Only imported where tensors are on a GPU.
+This module is imported only if tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tandem.ops.softcap import Curve
 
 
 def look(raw_CV: Tensor, ids_C: Tensor, curve: Curve, lse_C: Tensor, logprobs_C: Tensor, entropy_C: Tensor) -> None:
-    """Fills the last three. An id outside the distribution has the logprob NaN."""
+    """Fill the last three arguments. An id outside the distribution gets the logprob NaN."""
     if not len(raw_CV):
         return
     assert raw_CV.stride(1) == 1
@@ -40,14 +40,14 @@ def look(raw_CV: Tensor, ids_C: Tensor, curve: Curve, lse_C: Tensor, logprobs_C:
 def slope(
     raw_NB: Tensor, first_id: int, ids_N: Tensor, lse_N: Tensor, grad_N: Tensor, curve: Curve, slope_NB: Tensor
 ) -> Tensor:
-    """Gradient of what the matrix product gave, into `slope_NB`, which may be `raw_NB` itself."""
+    """Write the gradient of the matrix product's result into `slope_NB`, which may be `raw_NB` itself."""
     rows, columns = raw_NB.shape
     if not rows:
         return slope_NB
     assert raw_NB.stride(1) == slope_NB.stride(1) == 1
     block = 2048
     with torch.cuda.device_of(raw_NB):
-        _slope[(rows, triton.cdiv(columns, block))](  # rows on the first axis: the others end at 65,535
+        _slope[(rows, triton.cdiv(columns, block))](  # rows on the first axis: the others are limited to 65,535
             raw_NB,
             slope_NB,
             ids_N.contiguous(),
@@ -68,14 +68,14 @@ def slope(
 
 
 def _readable(columns: int, matrix: Tensor) -> int:
-    """Up to a multiple of 16, where the row goes on so far: accesses under a mask that ends elsewhere are 4 bytes wide,
-    not 16. What is read beyond the end is not used."""
+    """Return the number of columns to read: a multiple of 16 if the row has them, because other masks make accesses 4
+    bytes wide instead of 16. Values beyond the end are not used."""
     return min(-(-columns // 16) * 16, matrix.stride(0))
 
 
 @triton.jit
 def _tanh(x):
-    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)  # right at both ends: exp may be 0 or infinite
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)  # correct at both ends, where exp is 0 or infinite
 
 
 @triton.jit
@@ -93,9 +93,9 @@ def _look(
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # row * pitch is past 2**31 from 14,000 tokens on
+    row = tl.program_id(0).to(tl.int64)  # row * pitch exceeds 2**31 from 14,000 tokens on
     raw += row * pitch
-    # Each lane has a distribution of its own until the end: no lane waits for another inside the loop.
+    # Each lane keeps its own partial distribution until the end, so no lane waits for another inside the loop.
     top = tl.full([BLOCK], -1e38, dtype=tl.float32)
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     moment = tl.zeros([BLOCK], dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""From hidden states to logprobs, without ever holding `[tokens, vocab]`.
+"""Compute logprobs from hidden states with a model's lm-head, without a `[tokens, vocab]` tensor in memory.
 
 Shapes: N tokens, H hidden, V vocabulary, C tokens in a chunk.
 """
@@ -17,10 +17,10 @@ from tandem.ops import byte_sizes, fused_logprobs
 
 
 class Head:
-    """The lm-head of a causal model with whatever its architecture does to logits afterwards.
+    """The lm-head of a causal model, with its architecture's changes of the logits (scale, softcap).
 
-    Trainer and engine both score through this class, so that a token's logprob means the same on both sides. Rows of a
-    padded vocabulary that the tokenizer cannot name (`num_ids` and above) are left out of the distribution.
+    Trainer and engine both use this class, so that a token's logprob means the same on both sides. Padding rows of the
+    vocabulary (`num_ids` and above), which are no tokens, are left out of the distribution.
     """
 
     def __init__(self, module: Any, num_ids: int) -> None:
@@ -45,7 +45,8 @@ class Head:
         return out.last_hidden_state
 
     def why_not_fused(self, top_p: float = 1.0) -> str:
-        """Why `logprobs` goes by way of the module and a checkpoint a chunk; empty if it does not."""
+        """Return why `logprobs` uses the module in checkpointed chunks instead of the kernel; empty if it uses the
+        kernel."""
         if top_p < 1:
             return f"a nucleus (top_p = {top_p:g}) needs every logit of a row, sorted"
         if type(self.linear) is not nn.Linear:
@@ -82,7 +83,7 @@ class Head:
         top_p: float = 1.0,
         workspace_bytes: int = byte_sizes.WORKSPACE_BYTES,
     ) -> tuple[Tensor, Tensor]:
-        """Logprob of each id, entropy at each position, under the distribution that a token is drawn from."""
+        """Return the logprob of each id and the entropy at each position, under the sampling distribution."""
         if not self.why_not_fused(top_p):
             return fused_logprobs.score(
                 hidden_NH,
@@ -105,7 +106,7 @@ class Head:
     def divergence(
         self, hidden_NH: Tensor, reference: Head, then_NH: Tensor, workspace_bytes: int = byte_sizes.WORKSPACE_BYTES
     ) -> Tensor:
-        """KL(reference || this) at each position, over all ids. `then_NH`: hidden states of the reference."""
+        """Return KL(reference || this) at each position, over all ids. `then_NH`: hidden states of the reference."""
 
         def one(hidden_CH: Tensor, then_CH: Tensor) -> Tensor:
             with torch.no_grad():
@@ -117,7 +118,7 @@ class Head:
         return torch.cat([checkpoint(one, *pair, use_reentrant=False) for pair in pairs])
 
     def buffer_bytes(self, num_tokens: int, top_p: float = 1.0) -> tuple[int, int]:
-        """Held at most while so many tokens are scored, and while they are differentiated."""
+        """Return the temporary memory of the forward and of the backward pass over so many tokens."""
         if not self.why_not_fused(top_p):
             return fused_logprobs.buffer_bytes(num_tokens, self._weight())
         held = byte_sizes.unfused_head_bytes(num_tokens, self.num_ids, top_p)
@@ -129,7 +130,8 @@ class Head:
     def _score(self, hidden_CH: Tensor, ids_C: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         logits_CV = self.logits(hidden_CH)
         if temperature != 1.0:
-            # By a tensor: a GPU multiplies by the inverse of a number, and the engine's last bit decides at the border.
+            # Divide by a tensor, as the engine does: a GPU multiplies by the inverse of a plain number, and the last
+            # bit may decide.
             logits_CV = logits_CV / logits_CV.new_full((), temperature)
         if top_p < 1:
             logits_CV = logits_CV.masked_fill(outside_nucleus(logits_CV.detach(), ids_C, top_p), -torch.inf)
@@ -142,25 +144,25 @@ class Head:
 
     @torch.no_grad()
     def check(self, module: Any) -> None:
-        """Refuse an architecture whose head does something that this class does not know."""
+        """Refuse an architecture whose head computes something that this class does not know."""
         device = next(module.parameters()).device
         ids = torch.arange(8, device=device)[None] % self.num_ids
         hidden = self.hidden(ids, torch.arange(8, device=device)[None], None)
         ours = self.logits(hidden)
         theirs = module.forward(input_ids=ids).logits[..., : self.num_ids].float()
         gap = (ours - theirs).abs().max().item()
-        # Theirs are rounded to the model's own dtype, and again by each step after the product.
+        # The module's logits are rounded to the model's dtype after the product and after each later step.
         tolerance = max(1e-3, 2 * torch.finfo(hidden.dtype).eps)
         if not gap <= tolerance * max(1.0, theirs.abs().max().item()):
             raise SpecError(
-                f"model: the lm-head of {type(module).__name__} is not understood: its logits are {gap:.3g} off ours; "
+                f"model: the lm-head of {type(module).__name__} is not supported: its logits are {gap:.3g} off; "
                 "use an architecture with a plain, scaled or soft-capped head"
             )
 
 
 def outside_nucleus(logits_CV: Tensor, ids_C: Tensor, top_p: float) -> Tensor:
-    """What top-p leaves out, by the engine's rule: an id stays if those before it, the likeliest first, weigh less than
-    `top_p`. The first stays always, and so does the id that was drawn: the engine's own logits had it inside.
+    """Return the ids that top-p excludes, by the engine's rule: an id stays if all likelier ids together have less than
+    `top_p`. The likeliest id always stays, and so does the drawn id, which the engine's logits had included.
     """
     sorted_CV, order_CV = logits_CV.sort(dim=-1, descending=True, stable=True)
     probs_CV = sorted_CV.softmax(-1)

@@ -1,9 +1,9 @@
-"""What memory an undertaking takes beyond what was there, and how fast this machine copies: for benchmarks.
+"""Measure the additional memory of an operation and the copy speed of this machine, for benchmarks.
 
-On a CPU: the peak of the resident memory of this process and all its descendants, as the kernel keeps it (Linux). Each
-one's peak counts, whenever it came, so the sum is an upper bound; pages that several of them map count for each; files
-in memory-backed storage count while they are mapped. On a GPU: the most that was taken on all devices together, by
-whomever, looked at every millisecond.
+On a CPU this is the kernel's peak of resident memory, of this process and all its descendants (Linux). The peaks may be
+at different times, so their sum is an upper bound. Shared pages count for each process, and files in memory-backed
+storage count while they are mapped. On a GPU it is the peak use of all devices together, by any process, sampled every
+millisecond.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _COPIES = 5
 
 
 class ProcessMemory:
-    """Counts from when it is made."""
+    """Measures from its creation."""
 
     def __init__(self) -> None:
         self._before = _resident()
         for pid in self._before:
-            _write(pid, "clear_refs", "5")  # the peak is from now on
+            _write(pid, "clear_refs", "5")  # resets the peak
 
     def extra_bytes(self) -> int | None:
-        """None where the kernel does not say. A process that began meanwhile counts whole; one that ended, not at all:
-        neither what it took nor what it gave back."""
+        """Return the additional peak; None if the kernel does not report it. A process that began meanwhile counts in
+        full; one that ended does not count."""
         if not self._before:
             return None
         return sum(max(0, peak - self._before.get(pid, 0)) for pid, peak in _resident(peak=True).items())
 
 
 class DeviceMemory:
-    """Of all GPUs that this process sees. Used with `with`."""
+    """Measures all GPUs that this process sees, inside a `with` block."""
 
     def __enter__(self) -> DeviceMemory:
         torch.cuda.synchronize()
@@ -69,7 +69,7 @@ class DeviceMemory:
 
 
 def copy_bytes_per_s(device: torch.device | str, to: torch.device | str | None = None) -> float:
-    """Of one large copy, the best of a few: from a device's memory to itself, or to another one's."""
+    """Return the speed of one large copy, the best of a few: within a device's memory, or to another device."""
     source = torch.ones(_COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source, device=to or device)
     seconds: list[float] = []
@@ -92,7 +92,7 @@ def _settle(device: torch.device) -> None:
 
 
 def _resident(*, peak: bool = False) -> dict[int, int]:
-    """Bytes by process; empty where there is no /proc."""
+    """Return bytes by process; empty without /proc."""
     found: dict[int, int] = {}
     for pid in _family():
         for line in _read(pid, "status").splitlines():
@@ -102,10 +102,10 @@ def _resident(*, peak: bool = False) -> dict[int, int]:
 
 
 def _family() -> list[int]:
-    """This process and all its descendants."""
+    """Return this process and all its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
-        fields = _read(int(path.name), "stat").rpartition(")")[2].split()  # a name may hold anything
+        fields = _read(int(path.name), "stat").rpartition(")")[2].split()  # a process name may contain anything
         if fields:
             children.setdefault(int(fields[1]), []).append(int(path.name))
     family, unseen = [], [os.getpid()]

@@ -1,4 +1,4 @@
-"""How is told of what may not be had: asked for, there, and why not."""
+"""Report whether a requested option took effect, and if not, why."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def requested(what: str | bool, why_not: str, **more: Any) -> dict[str, Any]:
-    """`why_not`: empty if it is there."""
+    """Return the report of an option. `why_not`: why it did not take effect; empty if it did."""
     return {"requested": what, "engaged": not why_not, "why_not": why_not, **more}

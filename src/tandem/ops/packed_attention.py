@@ -1,13 +1,13 @@
-"""Attention over packed sequences by a kernel that is told where each begins, instead of by a mask.
+"""Attention over packed sequences by a kernel that gets the bounds of each sequence, instead of a mask.
 
-A masked row of T positions costs T^2, and the fast kernels take no mask. Here rows are one behind the other without
-their padding, every segment is a span of queries, and its keys are its own; or, where siblings share a prompt, the
-prompt's and its own, gathered. The kernel aligns the diagonal to the end of the keys, which is what a branch needs.
+A masked row of T positions costs T^2, and the fast kernels take no mask. Here the rows are concatenated without their
+padding. Every segment is a span of queries; its keys are its own, or with a shared prompt, the prompt's and its own,
+gathered. The kernel aligns the causal diagonal to the end of the keys, as a branch needs.
 
-transformers finds `attend` by the name that a model's config has for its attention, and hands it what the model's
-forward was given as `spans`. Without it, `attend` is transformers' own SDPA: an embedded engine shares the module.
+transformers finds `attend` by the attention name in the model's config, and passes it the forward's argument `spans`.
+Without `spans`, `attend` is transformers' own SDPA, because an embedded engine shares the module.
 
-Shapes: T tokens of all rows, K keys gathered, H heads, D numbers a head.
+Shapes: T tokens of all rows, K gathered keys, H heads, D numbers per head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "tandem_packed"
 
 
 def pack(segments_BT: Tensor, parents_BT: Tensor, device: torch.device) -> PackedRows:
-    """Of rows that are still on the CPU: read back from `device`, they would have to be waited for."""
+    """Return the spans of rows that are still on the CPU: reading them back from `device` would wait for it."""
     width, flat = segments_BT.shape[1], segments_BT.flatten()
     (tokens_T,) = torch.nonzero(flat >= 0, as_tuple=True)
     # Segments are counted by row: one number for all rows.
@@ -33,7 +33,7 @@ def pack(segments_BT: Tensor, parents_BT: Tensor, device: torch.device) -> Packe
     parent_T = tokens_T // width * most + parents_BT.flatten()[tokens_T]
     begins = [0, *(torch.nonzero(owner_T[1:] != owner_T[:-1]).flatten() + 1).tolist(), len(tokens_T)]
     owners, its_parents = owner_T[begins[:-1]].tolist(), parent_T[begins[:-1]].tolist()
-    assert len(set(owners)) == len(owners), "a segment lies in two places of its row"
+    assert len(set(owners)) == len(owners), "a segment is in two places of its row"
     span_of = dict(zip(owners, pairwise(begins), strict=True))
 
     lengths_k, keys = list[int](), list[Tensor]()
@@ -56,7 +56,7 @@ def pack(segments_BT: Tensor, parents_BT: Tensor, device: torch.device) -> Packe
 
 
 def why_not(module: Any) -> str:
-    """Why a model's rows are masked; empty if its attention can be told the spans, which is then to be tried."""
+    """Return why a model's rows need masks; empty if its attention may support spans, which a trial must show."""
     config = module.config.get_text_config()
     if next(module.parameters()).device.type != "cuda":
         return "the kernel is for GPUs"
@@ -67,21 +67,21 @@ def why_not(module: Any) -> str:
     if getattr(config, "attn_logit_softcapping", None):
         return "the model's attention has a soft cap"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return "" if size % 8 == 0 and size <= 256 else f"heads of {size} numbers are none of the kernel's"
+    return "" if size % 8 == 0 and size <= 256 else f"the kernel does not support heads of {size} numbers"
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """What the model's forward takes as a mask beside `spans`: of four dimensions, so that none is made."""
+    """Return the mask argument to pass with `spans`: it has four dimensions, so that transformers makes no mask."""
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 def engage(module: Any) -> None:
-    """From now on `spans` may be given to its forward."""
+    """Let the module's forward accept `spans` from now on."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # where no spans are given
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # for calls without spans
     module.config.get_text_config()._attn_implementation = NAME
 
 
@@ -97,7 +97,7 @@ def attend(
     spans: Spans | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it, with one row: [1, H, T, D]."""
+    """Compute attention, as transformers calls it, with one row: [1, H, T, D]."""
     if spans is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

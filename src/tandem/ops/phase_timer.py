@@ -1,4 +1,4 @@
-"""Where the time of one undertaking went. What may come is in obs/sync_report.py: whatever is not is not shown."""
+"""Measure the phases of an operation. Phase names must be listed in obs/sync_report.py, or reports omit them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Phases:
         self._since = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """What happened since the last one ended was `name`; taken up again, it adds up."""
+        """End a phase: add the time since the last call to `name`."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now

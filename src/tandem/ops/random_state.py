@@ -1,5 +1,5 @@
-"""Where every random number generator of the process is: Python's, numpy's and torch's own. All of ours are seeded by
-what they are for; these are for what environments and libraries draw."""
+"""Capture and restore the global random number generators of Python, numpy and torch. Tandem's own generators are
+seeded for each use; environments and libraries use the global ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """As JSON has it."""
+    """Return the state of all generators as JSON."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": _hex(torch.get_rng_state())}
     if torch.cuda.is_initialized():

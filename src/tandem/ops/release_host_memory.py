@@ -1,9 +1,9 @@
-"""What is freed goes back to the system, where it is large: for training on a CPU.
+"""Return freed memory to the system, if blocks are large, for training on a CPU.
 
-glibc keeps freed memory for later, and cuts large pieces of it up for small ones: a step then takes up to twice what it
-holds at once. Giving everything back at once would cost up to half of the speed, since each page must be cleared before
-it comes again. So inside `exact`, where the peaks are (forward, and an update), large blocks are mapped one by one; in
-backward, whose blocks are short-lived, they are kept and used again.
+glibc keeps freed memory and cuts large blocks up for small ones, so that a step takes up to twice the memory that it
+uses at one time. Returning everything at once would cost up to half of the speed, because the kernel clears each page
+before it is used again. So inside `exact`, around the peaks (forward pass and update), large blocks are mapped
+separately. In the backward pass, whose blocks are short-lived, they are kept and reused.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tandem.ops.byte_sizes import MAPPED_ALONE_BYTES
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _LARGE, _SLACK = 1_000_000, 2**26
-"""Bytes: a block that is mapped by itself in `exact`, and what may stay unused at the heap's end."""
+"""Bytes: blocks from the first size are mapped separately inside `exact`; so much may stay unused at the heap's end."""
 
 
 def why_not() -> str:
-    """Empty if memory can be given back here."""
-    return "" if platform.libc_ver()[0] == "glibc" else "only glibc can be told to"
+    """Return why memory cannot be returned to the system; empty if it can."""
+    return "" if platform.libc_ver()[0] == "glibc" else "only glibc supports it"
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """What is free when it begins is given back, and large blocks that are freed inside. Without glibc: nothing."""
+    """Return free memory to the system now, and large blocks that are freed inside. Does nothing without glibc."""
     if why_not():
         yield
         return
@@ -44,8 +44,7 @@ def exact() -> Iterator[None]:
 
 
 def peak_bytes() -> int:
-    """The most that this process held. What the kernel tells its parent would not do: it counts the parent, too, as
-    large as that was when it started this process."""
+    """Return the peak memory of this process. Not from getrusage, which also counts the parent's size at the fork."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

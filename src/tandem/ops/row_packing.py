@@ -1,5 +1,4 @@
-"""How sequences become rows and micro-batches, from their lengths alone: for train/batch_packing.py and for a plan of
-it."""
+"""Arrange sequences in rows and micro-batches by their lengths, for train/batch_packing.py and for plans."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """From what the matrix product gives to what softmax sees: `inner * raw`, or `outer * tanh(inner * raw)`.
+    """Maps the matrix product's result to the softmax's input: `inner * raw`, or `outer * tanh(inner * raw)`.
 
-    Ids from `num_ids` on are no part of the distribution.
+    Ids from `num_ids` on are not part of the distribution.
     """
 
     num_ids: int

@@ -1,4 +1,4 @@
-"""What is agreed between an engine and what it runs inside vLLM: written down once for both ends."""
+"""The protocol between an engine and Tandem's code inside vLLM, defined once for both ends."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 MARK = "tandem"
-"""Among the extra arguments of a request whose tokens and logprobs are kept: what the engine calls it."""
+"""Extra argument of a request whose tokens are recorded: the engine's name of the request."""
 
 URGENT = "tandem_urgent"
-"""Among them, of a request that goes before all that wait."""
+"""Extra argument of an urgent request, which goes before all waiting ones."""
 URGENT_PLACES = 1
 """Places in vLLM's batch that are reserved for urgent requests."""
 
 SCHEDULER_TOLD = "TANDEM_SCHEDULER_TOLD"
-"""Names the file in which vLLM's core says why its scheduler is not sped up."""
+"""Environment variable with the file in which vLLM's core writes why bulk scheduling is off."""
 
 
 Since: TypeAlias = Sequence[Sequence[int]]
-"""[position, version]: a request's tokens from there on are that version's. In order; the first is of position 0."""
+"""[position, version] pairs: from this position on, tokens are of this version. In order, from position 0."""
 
 
 def packed(ids: array[int], logprobs: array[float], since: Since) -> list[Any]:
@@ -28,6 +28,6 @@ def packed(ids: array[int], logprobs: array[float], since: Since) -> list[Any]:
 
 
 def unpacked(told: Sequence[Any]) -> tuple[array[int], array[float], Since]:
-    """Of the same machine: bytes in its own order."""
+    """Unpack what `packed` returned. Both ends are on one machine, so the byte order is the machine's."""
     ids, logprobs, since = told
     return array("i", base64.b64decode(ids)), array("f", base64.b64decode(logprobs)), since

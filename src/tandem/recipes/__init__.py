@@ -86,8 +86,8 @@ def resume(
     directory: str | Path, *, take_over: bool = False, view: LiveView | None = None, ranks: int = 0, hosts: int = 0
 ) -> Mapping[str, Any]:
     """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
-    is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: train
-    on so many, on `hosts` hosts; 0: as before."""
+    is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: the
+    number of ranks to train on, on `hosts` hosts; 0: as before."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
@@ -158,9 +158,9 @@ def _run(
                         try:
                             asyncio.run(until_lost(crew, training_of))
                         finally:
-                            checkpointer.close()  # a save that is under way needs all ranks
+                            checkpointer.close()  # a save in progress needs all ranks
                 except Exception as error:
-                    if checkpointer.ending in chain(error):  # a library wrapped it in an error of its own at import
+                    if checkpointer.ending in chain(error):  # a library may have wrapped it in its own error
                         raise checkpointer.ending from error
                     raise
                 finally:
@@ -168,7 +168,7 @@ def _run(
         finally:
             if uploads is not None:
                 uploads.finish(checkpointer.left_s())
-            if lease.holds():  # otherwise another process has the run, and writes its report
+            if lease.holds():  # otherwise another process owns the run and writes its report
                 _report(run)
                 if spec.artifacts is not None:
                     _upload(directory, spec.artifacts, view, checkpointer.left_s())
@@ -269,8 +269,9 @@ async def _train(
 def _signals_end(checkpointer: RunCheckpointer) -> Iterator[None]:
     """Save and end the run on SIGTERM and Ctrl-C.
 
-    Between steps the run is saved at once. During a step it is saved when the step ends; after checkpoint.grace_s, or
-    at a second signal, the run ends with its last checkpoint instead. A run that saves nothing ends at once.
+    Between steps the run is saved at once. During a step it is saved when the step ends. If that takes longer than
+    checkpoint.grace_s, or at a second signal, the run ends with its last checkpoint. A run that saves nothing ends at
+    once.
     """
     timers: list[threading.Timer] = []
 

@@ -1,7 +1,7 @@
 """`tandem atropos`: start a run on Atropos environments with all its processes, and end them with it.
 
 consumes: a spec with rollouts.kind = "atropos"     waits for: each service to be ready, then for the trainer's end
-produces: a run                                     however this process ends, the others end with it
+produces: a run                                     the other processes end with this one, however it ends
 
 The processes start in this order, each once the services that it calls are ready: engine and rollout service, then
 gateway and trainer, then the environments. Their data, logs and ports are beside the run, in DIR.processes. The ports
@@ -134,7 +134,7 @@ def engine_command(plan: ProcessPlan) -> list[str]:
     if isinstance(engine, VllmEngineSpec):
         engine = engine.model_copy(
             update={"sleep": "keep"}
-        )  # an engine that lends its memory must be the trainer's own
+        )  # an engine that shares its memory must be started by the trainer
     readable = run_engines.version_places(spec.sync, plan.run_dir / "engines" / "versions")
     return [
         *run_engines.engine_command(

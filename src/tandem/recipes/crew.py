@@ -1,6 +1,6 @@
-"""The ranks of a run: `parallel.ranks` processes, of which this one is rank 0, the run itself.
+"""The ranks of a run: `parallel.ranks` processes. This process is rank 0, which is the run itself.
 
-On one host this process starts the others. Under torchrun they are there, on other hosts, too: each runs the same
+On one host this process starts the others. Under torchrun they run already, also on other hosts: each has the same
 command line, and all must see the run's directory.
 """
 
@@ -24,7 +24,7 @@ from tandem.spec.sync import BroadcastSync
 
 
 class Crew(Protocol):
-    """What rank 0's crew is for a recipe; `build/` makes it."""
+    """What a recipe uses of rank 0's crew; `build/` makes it."""
 
     @property
     def broken(self) -> str: ...  # which rank is lost and why; empty while none is
@@ -44,8 +44,8 @@ _SETTLE_S = 1.0
 
 
 def as_launched(spec: RunSpec) -> RunSpec:
-    """Return the spec with as many ranks and hosts as a launcher has started, if one has. `shares` stay what they were:
-    on fewer ranks, a run goes on to the same bytes."""
+    """Return the spec with the number of ranks and hosts that a launcher started; unchanged without a launcher.
+    `shares` stays the same, so that a run resumed on fewer ranks gives the same bytes."""
     given = given_by_launcher()
     return spec if given is None else on_ranks(spec, given[1], hosts_by_launcher(spec.parallel.hosts))
 
@@ -63,14 +63,14 @@ def on_ranks(spec: RunSpec, ranks: int, hosts: int = 0) -> RunSpec:
 
 
 def is_follower() -> bool:
-    """Return whether a launcher started this process as another rank than 0."""
+    """Return whether a launcher started this process as a rank other than 0."""
     given = given_by_launcher()
     return given is not None and given[0] > 0
 
 
 @contextmanager
 def leading() -> Iterator[None]:
-    """Around a command that trains: where a launcher has started ranks and nothing was trained, let them go."""
+    """Wrap a command that trains. If a launcher started ranks but nothing was trained, let the other ranks end."""
     try:
         yield
     finally:
@@ -81,8 +81,8 @@ def leading() -> Iterator[None]:
 
 
 def follow(spec: RunSpec, directory: Path | None = None) -> None:
-    """Be another rank than 0, as the launcher's variables say, until rank 0 ends the run. `directory`: the run's, if
-    the command line of this rank names it."""
+    """Run the rank that the launcher's variables name (not rank 0) until rank 0 ends the run. `directory`: the run's,
+    if the command line of this rank names it."""
     from tandem.build import crew as build
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -92,7 +92,7 @@ def follow(spec: RunSpec, directory: Path | None = None) -> None:
 
 @contextmanager
 def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
-    """Rank 0's crew; None if the run is one process. The other ranks end with it."""
+    """Yield rank 0's crew; None if the run is one process. The other ranks end with the context."""
     if spec.parallel.ranks == 1:
         yield None
         return
@@ -147,7 +147,7 @@ def refuse_unseen(crew: Crew, directory: Path) -> None:
 
 
 async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> None:
-    """Await the training. RankLost as soon as a rank is lost, also while no order is under way."""
+    """Await the training. RankLost as soon as a rank is lost, even while no order is in flight."""
     if crew is None:
         await training
         return
@@ -157,7 +157,7 @@ async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> 
     async def look() -> None:
         while not crew.broken:
             await asyncio.sleep(_LOOK_S)
-        await asyncio.sleep(_SETTLE_S)  # an order that is under way raises by itself
+        await asyncio.sleep(_SETTLE_S)  # an order in flight raises by itself
         task.cancel()
 
     looking = asyncio.create_task(look())
@@ -174,7 +174,7 @@ async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> 
 
 
 def _hide_launcher() -> None:
-    """Processes that rank 0 starts, engines above all, are no ranks: torch would take them for some."""
+    """Remove the launcher's variables: torch would take processes that rank 0 starts, such as engines, for ranks."""
     for name in [*os.environ]:
         if name in _LAUNCHER or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
@@ -185,7 +185,7 @@ def _local() -> tuple[int, int]:
 
 
 def _given_store() -> Any:
-    """The store that the launcher's variables name."""
+    """Return the store that the launcher's variables name."""
     dist: Any = import_module("torch.distributed")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agents have it
         store, _, _ = next(iter(dist.rendezvous("env://")))

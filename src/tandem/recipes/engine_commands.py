@@ -1,7 +1,8 @@
-"""`tandem engine install | check`: an environment for vLLM, and whether what it holds may be trained with.
+"""`tandem engine install | check`: install vLLM in its own environment, and check that runs can train with it.
 
-A check is what a run would do: the trainer's own policy, vLLM in its own process and environment, every bridge that the
-device allows, with the proofs that a run asks for; and requests, compared with what the trainer says of those tokens.
+A check does what a run would do, with the trainer's own policy and vLLM in its own process and environment. It sends
+versions over every bridge that the device allows, with a run's proofs. It sends requests, and compares the logprobs of
+the answers with the trainer's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
-    """What became of one engine."""
+    """The result of checking one engine."""
 
     python: str
     version: str
@@ -59,8 +60,8 @@ def install_engine(
     version: str = "",
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """A Python environment with vLLM: its interpreter. No `directory`: where runs look for one. No `version`: one that
-    has passed the conformance suite on this device."""
+    """Create a Python environment with vLLM and return its interpreter. `directory` defaults to where runs look for
+    one, `version` to one that has passed the conformance suite on this device."""
     place = Path(directory or Path(standalone_engines.default_python()).parent.parent)
     return standalone_engines.install_vllm(place, _picked(device), version, tell)
 
@@ -71,7 +72,7 @@ def check_engine(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tell: Callable[[str], None] = lambda text: None,
 ) -> EngineCheck:
-    """Whether the vLLM of an interpreter does what runs need. If so, that is recorded beside it."""
+    """Check that the vLLM of an interpreter does what runs need. If it does, record that beside the interpreter."""
     python, picked = str(python or standalone_engines.default_python()), _picked(device)
     version = standalone_engines.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
@@ -123,10 +124,10 @@ class ServedVersion:
     prompts: Sequence[list[int]]
     end_ids: frozenset[int]
     limit: float
-    """Nats a token that two computations of the same logprobs may differ by."""
+    """Largest allowed difference of two computations of the same logprobs, in nats per token."""
 
     async def ask(self, sampling: Sampling) -> list[Completion]:
-        """All at once, each with a seed of its own."""
+        """Send all prompts at once, each with its own seed."""
         return await asyncio.gather(
             *(
                 self.engine.generate(prompt, replace(sampling, seed=sampling.seed + number))
@@ -180,7 +181,7 @@ async def _counts(served: ServedVersion) -> str:
     for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=1)):
         ended = bool(answer.ids) and answer.ids[-1] in served.end_ids
         if len(answer.ids) > _TOKENS or (len(answer.ids) < _TOKENS and not ended):
-            return f"{len(answer.ids)} tokens instead of {_TOKENS}, and the last is no end token"
+            return f"{len(answer.ids)} tokens instead of {_TOKENS}, and the last is not an end token"
         if len(answer.logprobs) != len(answer.ids) or len(answer.versions) != len(answer.ids):
             return f"{len(answer.ids)} tokens, {len(answer.logprobs)} logprobs, {len(answer.versions)} versions"
         if (answer.finish_reason == "stop") != ended:
@@ -214,7 +215,7 @@ async def _stop_ids(served: ServedVersion) -> str:
     told = await served.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0, stop_ids=(stop,)))
     until = free.ids[: free.ids.index(stop) + 1]
     if told.ids != until or told.finish_reason != "stop":
-        return f"{told.ids} ('{told.finish_reason}') where {until} was to be said: the first {stop}, and no more"
+        return f"{told.ids} ('{told.finish_reason}') instead of {until}: it must end at the first {stop}"
     return ""
 
 
@@ -227,8 +228,8 @@ async def _versions(served: ServedVersion) -> str:
 
 _CHECKS: dict[str, Callable[[ServedVersion], Any]] = {
     "as many tokens as asked for": _counts,
-    "logprobs are the trainer's": _logprobs,
+    "logprobs match the trainer's": _logprobs,
     "a seed gives the same tokens again": _seeds,
-    "a stop id ends it": _stop_ids,
+    "a stop id ends the answer": _stop_ids,
     "every token has the version served": _versions,
 }

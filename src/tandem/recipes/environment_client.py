@@ -109,7 +109,7 @@ async def _until_stopped(
         raise first from None
     finally:
         alive.cancel()
-        with suppress(TimeoutError, Exception):  # if the service is gone, the registration lapses there
+        with suppress(TimeoutError, Exception):  # if the service cannot be reached, its registration lapses
             async with asyncio.timeout(_LEAVE_S):
                 await store.leave()
         training.close(setting.environment)
@@ -118,7 +118,7 @@ async def _until_stopped(
 
 
 async def _play(producer: EnvironmentProducer, store: TicketStore, client: ServiceClient) -> None:
-    """Play for ever. An environment that fails too often ends this; a lost engine does not."""
+    """Play until cancelled. An environment that fails too often raises; a lost engine does not."""
     await client.check_service()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`python -m tandem.recipes.follower`: another rank than 0, started by rank 0. Rank 0 says what is trained."""
+"""`python -m tandem.recipes.follower`: a rank other than 0, started by rank 0. It trains what rank 0 orders."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def keep_spec(spec: OnlineSpec, home: Path) -> None:
 
 
 def find_learned(source: Path, version: str = "") -> Learned | None:
-    """Return the version that these name, or None if `source` is no data directory of an online server. `source`: the
-    data directory, its `versions`, or one version in there. `version`: a number, `anchor-N` or `current` (the default).
+    """Return the named version, or None if `source` is not a data directory of an online server. `source`: the data
+    directory, its `versions` folder, or one version in it. `version`: a number, `anchor-N` or `current` (the default).
     """
     for home, name in ((source, ""), (source.parent, ""), (source.parent.parent, source.name)):
         if (home / VERSIONS).is_dir() and (home / JOBS).is_dir() and source in (home, home / VERSIONS / name):
@@ -105,7 +105,7 @@ def _restore(learned: Learned, trained: Mapping[str, Any]) -> None:
     store = VersionStore(learned.home / VERSIONS)
     if learned.version not in (known := store.named()):
         existing = ", ".join(map(str, sorted(known)))
-        raise CheckpointError(f"{learned.home}: version {learned.version} is not there; these are: {existing}")
+        raise CheckpointError(f"{learned.home}: version {learned.version} does not exist; there are: {existing}")
     store.load(learned.version).held.restore(trained)
 
 

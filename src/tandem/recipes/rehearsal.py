@@ -104,7 +104,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
     try:
         for _ in range(2):  # twice, because the first one compiles
             if publisher is not None:
-                await publisher.hold(trainer)
+                await publisher.ensure_served(trainer)
                 await publisher.rest(trainer)
             started = time.perf_counter()
             metrics = trainer.step(training.batches(spec.train, model, algorithm)(groups, trainer.version))
@@ -126,7 +126,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
 
 
 def _elsewhere(spec: RlSpec) -> bool:
-    """Return whether the run uses an engine that it does not own; a rehearsal must not change that one's weights."""
+    """Return whether the run uses an engine that it does not own; a rehearsal must not change that engine's weights."""
     return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
 
 

@@ -224,7 +224,7 @@ class RlRun:
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Play the held-out tasks with the served version, unless the checkpoint already has this evaluation."""
-        await self.publisher.hold(trainer)
+        await self.publisher.ensure_served(trainer)
         if (known := self.checkpointer.remembered(name)) is not None:
             return Evaluation(known["scores"], [], known["failed"], known.get("measure", "accuracy"))
         result = await self._play_held_out(trainer.version, name)

@@ -1,8 +1,8 @@
-"""`tandem sync bench`: what each way of moving weights costs on this machine, measured on the real thing.
+"""`tandem sync bench`: measure what each bridge costs on this machine, with real trainers and engines.
 
-Every row is what a run would do: the trainer's own policy, the engine in its own process (`inproc` apart), the bridge,
-the publisher with its canary. Between rounds every trained weight moves a little, then the version is published. The
-first publication attaches the engine and warms up; it is not counted.
+Each row does what a run would do: it has the trainer's own policy, the engine in its own process (except `inproc`), the
+bridge, and the publisher with its canary. In each round every trained tensor changes a little, then the version is
+published. The first publication attaches the engine and warms up; it is not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
 ON_ANY_DEVICE = "disk"  # a bridge that every machine can run
-_MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a round's change of a weight; of how many of a tensor
+_MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a weight's change in a round; most weights of a tensor that change
 
 
 def bench_sync(
@@ -47,9 +47,9 @@ def bench_sync(
     unchecked: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Bench:
-    """`bridges`: none named, all of them. `engine`: what serves outside this process; auto takes vLLM on a GPU.
-    `python`: vLLM's interpreter, if not where it is installed by default; `unchecked`: whatever version that has.
-    `options`: what else a spec's [engine] would say of it, such as start_deadline_s."""
+    """Measure `bridges`; by default all. `engine`: the engine in the other process; auto takes vLLM on a GPU. `python`:
+    vLLM's interpreter; default: the installed one. `unchecked`: accept any vLLM version. `options`: further fields of
+    the spec's [engine] table, such as start_deadline_s."""
     if shape not in SHAPES:
         raise SpecError(f"--shape = '{shape}': there are {', '.join(SHAPES)}")
     if odd := [name for name in bridges if name not in BRIDGES]:
@@ -65,7 +65,9 @@ def bench_sync(
     parameters = 0
     options = {**({"python": str(python)} if python else {}), **(options or {})}
     with tempfile.TemporaryDirectory(prefix="tandem-sync-bench-") as home:
-        bench_spec(ON_ANY_DEVICE, "tiny", picked, kind, Path(home), options)  # refused at once, and not way by way
+        bench_spec(
+            ON_ANY_DEVICE, "tiny", picked, kind, Path(home), options
+        )  # refuses wrong options at once, not for each bridge
         for name in bridges or BRIDGES:
             tell(f"{name} ...")
             row, counted = _row(name, shape, picked, kind, rounds, link_bytes_per_s, Path(home), options, unchecked)
@@ -77,7 +79,7 @@ def bench_sync(
 
 
 def _let_go() -> None:
-    """Of the model that was measured last, before the next one is made."""
+    """Free the memory of the last model before the next one is made."""
     import torch
 
     gc.collect()
@@ -86,7 +88,7 @@ def _let_go() -> None:
 
 
 def _link(device: str) -> tuple[str, str]:
-    """What bytes travel over at best, and where a copy that shows it ends."""
+    """Return the fastest path for bytes on this machine, in words, and the device that a copy over it ends on."""
     import torch
 
     if device == "cuda" and torch.cuda.device_count() > 1:
@@ -105,7 +107,7 @@ def _row(
     options: Mapping[str, Any],
     unchecked: bool,
 ) -> tuple[BenchRow, int]:
-    """And how many parameters the model has."""
+    """Measure one bridge; return its row and the number of the model's parameters."""
     from tandem.build import training
 
     row = BenchRow(name, _engine_kind(name, kind))
@@ -118,7 +120,7 @@ def _row(
     model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
     parameters = sum(tensor.numel() for name, tensor in model.policy.module.named_parameters() if ".lora_" not in name)
     try:
-        # A round of a bridge that restarts the engine starts a process, and the warm-up has started two.
+        # With a bridge that restarts the engine, each round starts a process, and the warm-up starts two.
         times = 1 if BRIDGES[name].restarts_engine else rounds
         measured = asyncio.run(_publish(spec, model, times, home / name, unchecked))
     except (TandemError, RuntimeError) as error:  # RuntimeError: torch's own, out of memory for one
@@ -133,26 +135,26 @@ def _why_not(name: str, device: str, kind: str) -> str:
     traits = BRIDGES[name]
 
     if device == "cuda" and traits.separate_gpus and torch.cuda.device_count() < 2:
-        return "trainer and engine each need a GPU of their own, and there is one; 'shared' is for one"
+        return "trainer and engine need different GPUs, and there is one; 'shared' works with one"
     if device == "cpu" and traits.shares_memory and kind == "vllm":
-        return "vLLM's memory on a CPU is its own; 'shared' is for one GPU, or for the embedded engine"
+        return "vLLM cannot share its memory on a CPU; 'shared' needs a GPU or the embedded engine"
     return ""
 
 
 def _engine_kind(name: str, kind: str) -> str:
-    """`kind`: of an engine in a process of its own."""
+    """Return the engine's kind for a bridge. `kind`: of the engine in the other process."""
     return "hf" if BRIDGES[name].in_process else kind
 
 
 def bench_spec(
     name: str, shape: str, device: str, kind: str, home: Path, options: Mapping[str, Any] | None = None
 ) -> RlSpec:
-    """A whole run's, of which only what concerns weights is used."""
+    """Return the spec of a whole run; the benchmark uses only its parts that concern weights."""
     model: dict[str, Any] = {"preset": shape} if "-" not in shape else {"path": str(_checkpoint(shape, home))}
     traits = BRIDGES[name]
     engine: dict[str, Any] = {"kind": _engine_kind(name, kind), "max_context": 256}
     if kind == "vllm" and not traits.in_process:
-        engine["memory_share"] = 0.5  # the trainer is there first
+        engine["memory_share"] = 0.5  # the trainer takes its memory first
     if kind == "vllm" and traits.separate_gpus:
         engine["gpus"] = [1]
     if not traits.in_process:
@@ -165,7 +167,7 @@ def bench_spec(
         "precision": {"weights": "bfloat16", "master": "split"} if device == "cuda" else {"weights": "float32"},
         "environment": {"name": "guess"},
         "engine": engine,
-        # No retry: a round that fails is to be seen.
+        # No retry: a failed round must be reported.
         "sync": {"bridge": name, "retries": 0},
         "train": {"steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8},
     }
@@ -187,7 +189,7 @@ def _checkpoint(shape: str, home: Path) -> Path:
 async def _publish(
     spec: RlSpec, model: BuiltModel, rounds: int, home: Path, unchecked: bool
 ) -> tuple[list[Proof], float | None]:
-    """The proofs, and the extra memory in bytes."""
+    """Publish all rounds; return their proofs and the extra memory in bytes."""
     from tandem.build import run_engines, training
     from tandem.ops.memory_meter import DeviceMemory, ProcessMemory
 
@@ -199,7 +201,7 @@ async def _publish(
     on_gpu = model.device.type == "cuda"
     extra: list[int | None] = []
     try:
-        if on_gpu:  # the engine is to be there before anything is sent: allocators keep what they took once
+        if on_gpu:  # attach before measuring: allocators keep memory that they took once
             await joined.engine.attach(joined.bridge.source(joined.engine.receivers))
         with DeviceMemory() if on_gpu else nullcontext() as devices:
             await publisher.publish(trainer)
@@ -217,7 +219,7 @@ async def _publish(
 
 
 def move_weights(model: BuiltModel, trainer: Trainer) -> None:
-    """As little as an optimizer step does, and without its memory: some of every trained tensor."""
+    """Change some weights of every trained tensor, as little as an optimizer step does but without its memory."""
     import torch
 
     trainer.version += 1
@@ -233,7 +235,7 @@ def move_weights(model: BuiltModel, trainer: Trainer) -> None:
 
 def summed_up(row: BenchRow, proofs: Sequence[Proof], extra_bytes: float | None, link_bytes_per_s: float) -> BenchRow:
     middle = sorted(proofs, key=lambda proof: proof.seconds["total"])[(len(proofs) - 1) // 2]
-    seconds = dict(middle.seconds)  # of one round, so that they add up
+    seconds = dict(middle.seconds)  # all from one round, so that they add up
     total_s = seconds.pop("total")
     moved = middle.bytes_moved
     in_turn_s = sum(seconds.get(phase, 0.0) for phase in ONE_AFTER_THE_OTHER)
@@ -256,7 +258,7 @@ def summed_up(row: BenchRow, proofs: Sequence[Proof], extra_bytes: float | None,
 
 
 def _sound(proofs: Sequence[Proof]) -> bool:
-    """Weights moved between any two rounds: equal digests would mean that old ones were sent."""
+    """Return whether all proofs hold. The weights change each round, so equal digests mean that old ones were sent."""
     fresh = len({proof.digest for proof in proofs}) == len(proofs) or proofs[0].verified == "identity"
     asked = all(proof.canary_tokens and proof.logprob_gap <= proof.gap_limit for proof in proofs)
     return fresh and asked and all(proof.verified != "none" for proof in proofs)

@@ -1,10 +1,10 @@
-"""ArtifactStore: named bytes that outlive a run's machine, on a disk or in an object store.
+"""ArtifactStore: copies of a run's files that outlive its machine, on a disk or in an object store.
 
     <url>/<name>/parts/<attempt>/<path>              the bytes, under keys that no other attempt writes
-    <url>/<name>/manifests/<number>-<attempt>.json   which of them are the artifact; written last, never overwritten
+    <url>/<name>/manifests/<number>-<attempt>.json   the artifact's list of parts; written last, never overwritten
 
-Readers believe manifests alone, and a manifest only if its own digest fits. So an upload that is cut off at any byte
-leaves nothing to see: neither a part of a new artifact, nor less of an old one.
+Readers use only what a manifest lists, and a manifest only if its own digest matches. So an upload that is cut off at
+any byte has no effect: no part of a new artifact is visible, and an old one stays complete.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ArtifactEntry:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What a manifest says."""
+    """The contents of a manifest."""
 
     name: str
     number: int
@@ -65,11 +65,11 @@ class FileChanged(ArtifactError):
 
 
 class _Torn(OSError):
-    """What was read back is not what was written; it is written again."""
+    """The bytes read back differ from the bytes written; the write is retried."""
 
 
 class ArtifactStore:
-    """Safe for several threads and several machines. Every call ends within `limits.timeout_s`, or not much later."""
+    """Stores and reads artifacts; safe for several threads and machines. Calls end soon after `limits.timeout_s`."""
 
     def __init__(self, url: str, *, endpoint: str = "", limits: Limits | None = None) -> None:
         self.url, self.limits = url.rstrip("/"), limits or Limits()
@@ -78,8 +78,8 @@ class ArtifactStore:
     # --- writing
 
     def push(self, name: str, source: Path, *, only: Sequence[str] = ()) -> Artifact:
-        """Upload a file, or a directory that does not change meanwhile (`only`: these of its members), verify it, and
-        publish it. The same content is not uploaded twice."""
+        """Upload a file or a directory (with `only`, some of its members), verify the upload, and publish it. The files
+        must not change meanwhile. The same content is not uploaded twice."""
         check_name(name)
         deadline = time.monotonic() + self.limits.timeout_s
         files = _files(source, only)
@@ -94,7 +94,7 @@ class ArtifactStore:
         except BaseException:
             self._forget(artifact)
             raise
-        # From here on nothing is taken back: a manifest whose answer was lost may be seen, and all of it is there.
+        # From here on nothing is deleted: even if the reply is lost, the manifest may be visible, and its parts exist.
         tried(lambda: self._publish(artifact), self.limits, deadline, f"{name}: its manifest")
         return artifact
 
@@ -129,10 +129,10 @@ class ArtifactStore:
                 os.fsync(remote.fileno())
                 atomic_write.sync(Path(key).parent)
         if written.hexdigest() != entry.sha256:
-            raise FileChanged(f"{source}: changed while it was uploaded; upload what has come to rest")
+            raise FileChanged(f"{source}: changed while it was uploaded; upload it once it no longer changes")
         found = self._digest(key, deadline)
         if found != (entry.size_bytes, entry.sha256):
-            raise _Torn(f"{entry.path}: {found[0]} of {entry.size_bytes} bytes are there, or other ones")
+            raise _Torn(f"{entry.path}: {found[0]} of {entry.size_bytes} bytes were stored, or other bytes")
 
     def _digest(self, key: str, deadline: float) -> tuple[int, str]:
         size, digest = 0, hashlib.sha256()
@@ -156,12 +156,13 @@ class ArtifactStore:
                 raise _Torn(f"{artifact.name}: its manifest was cut short")
 
     def _make_local(self, key: str) -> None:
-        """Make the directories of a file. A store that is new is for this user alone, and its directory decides."""
+        """Make the parent directories of a file. Only this user may enter a new store; an existing one keeps its
+        mode."""
         atomic_write.make_directory(Path(self._root), mode=atomic_write.PRIVATE)
         atomic_write.make_directory(Path(key).parent)
 
     def _forget(self, artifact: Artifact) -> None:
-        """Free the space if possible; what stays is not listed."""
+        """Delete an upload's parts if possible; parts that stay are listed nowhere."""
         try:
             self._fs.rm(f"{self._root}/{artifact.name}/parts/{artifact.attempt}", recursive=True)
         except Exception:  # noqa: BLE001 - others' file systems raise what they like, and the upload's own error counts
@@ -170,25 +171,23 @@ class ArtifactStore:
     # --- reading
 
     def names(self) -> list[str]:
-        """Of all artifacts that are whole."""
+        """Return the names of all complete artifacts."""
         deadline = time.monotonic() + self.limits.timeout_s
         found = tried(lambda: self._list(self._root), self.limits, deadline, f"{self.url}: listing it")
         return [name for name in found if NAME.fullmatch(name) and self._found(name, deadline)]
 
     def find(self, name: str) -> Artifact:
-        """The newest that is whole."""
+        """Return the newest complete artifact of this name."""
         deadline = time.monotonic() + self.limits.timeout_s
         artifact = self._found(check_name(name), deadline)
         if artifact is None:
-            raise ArtifactError(
-                f"{self.url}: there is no artifact '{name}'; `tandem artifacts list` names those there are"
-            )
+            raise ArtifactError(f"{self.url}: there is no artifact '{name}'; `tandem artifacts list` prints the names")
         return artifact
 
     def fetch(self, name: str, directory: Path) -> Path:
-        """Verified copy, in a directory that appears whole or not at all."""
+        """Download an artifact and verify it. The directory appears complete or not at all."""
         if directory.exists():
-            raise ArtifactError(f"{directory}: is there already; name a new one")
+            raise ArtifactError(f"{directory}: exists already; name a new directory")
         artifact = self.find(name)
         deadline = time.monotonic() + self.limits.timeout_s
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +211,7 @@ class ArtifactStore:
                 digest.update(block)
                 local.write(block)
         if (size, digest.hexdigest()) != (entry.size_bytes, entry.sha256):
-            raise _Torn(f"{entry.path}: is not what its manifest says")
+            raise _Torn(f"{entry.path}: differs from its manifest")
 
     def _found(self, name: str, deadline: float) -> Artifact | None:
         return tried(lambda: self._newest(name), self.limits, deadline, f"{name}: looking for it")
@@ -248,21 +247,23 @@ def check_name(name: str) -> str:
 
 
 def _file_system(url: str, endpoint: str) -> tuple[Any, str, bool]:
-    """The file system, where the store begins in it, and whether it is a directory of this machine."""
+    """Return the file system, the store's root in it, and whether that is a directory of this machine."""
     fsspec: Any = import_module("fsspec")
     protocol, separator, rest = url.partition("://")
     if not separator or protocol == "file":
         root = os.path.abspath(rest if separator else url)
         return fsspec.filesystem("file", auto_mkdir=True, skip_instance_cache=True), root, True
     options: dict[str, Any] = {"endpoint" if protocol == "hf" else "endpoint_url": endpoint} if endpoint else {}
-    if protocol == "s3":  # one place tries again, ours: two of them multiply, and hide what the server asked for
+    if (
+        protocol == "s3"
+    ):  # only `tried` retries: a second layer would multiply the attempts and hide the server's Retry-After
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}, "connect_timeout": 20, "read_timeout": 60}
     try:
         fs = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
     except ImportError as error:
         extra = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
         way_out = f"pip install 'tandem-rl[{extra}]'" if extra else str(error)
-        raise ArtifactError(f"{url}: there is nothing installed that reads {protocol}://; {way_out}") from error
+        raise ArtifactError(f"{url}: no installed package reads {protocol}://; {way_out}") from error
     except (ValueError, TypeError) as error:
         raise ArtifactError(f"{url}: {error}") from error
     fs.retries = 1
@@ -270,7 +271,7 @@ def _file_system(url: str, endpoint: str) -> tuple[Any, str, bool]:
 
 
 def _files(source: Path, only: Sequence[str]) -> dict[str, Path]:
-    """By their path in the artifact. Links are refused: what they lead to may be anywhere."""
+    """Return the files by their path in the artifact. Links are refused, because they may point anywhere."""
     if source.is_file() and not source.is_symlink():
         found = {source.name: source}
     elif source.is_dir():
@@ -282,7 +283,7 @@ def _files(source: Path, only: Sequence[str]) -> dict[str, Path]:
     for path, file in found.items():
         _check_path(path)
         if file.is_symlink():
-            raise ArtifactError(f"{file}: is a link; an artifact holds files alone")
+            raise ArtifactError(f"{file}: is a link; an artifact holds only files")
     if not found:
         raise ArtifactError(f"{source}: holds no file to upload")
     return found
@@ -290,7 +291,9 @@ def _files(source: Path, only: Sequence[str]) -> dict[str, Path]:
 
 def _check_path(path: str) -> str:
     if not all(_SEGMENT.fullmatch(segment) for segment in path.split("/")) or len(path) > 1000:
-        raise ArtifactError(f"{path!r}: is no path for an artifact; use letters, digits and . _ = + - between slashes")
+        raise ArtifactError(
+            f"{path!r}: is not a valid path in an artifact; use letters, digits and . _ = + - between slashes"
+        )
     return path
 
 
@@ -312,7 +315,7 @@ def _to_manifest(artifact: Artifact) -> bytes:
 
 
 def _from_manifest(raw: bytes, name: str, file: str) -> Artifact | None:
-    """None for what was cut short, damaged, or says anything that a manifest of ours would not."""
+    """Return the artifact of a manifest; None if the bytes are cut short, damaged or not a manifest of this format."""
     try:
         content: dict[str, Any] = parsed(raw)
         told = content.pop("sha256")
@@ -333,11 +336,11 @@ def _digest_of(content: Mapping[str, Any]) -> str:
 
 
 def list_artifacts(url: str | Path, *, endpoint: str = "") -> list[Artifact]:
-    """The newest of each name, all of them whole."""
+    """Return the newest complete artifact of each name."""
     store = ArtifactStore(str(url), endpoint=endpoint)
     return [store.find(name) for name in store.names()]
 
 
 def fetch_artifact(url: str | Path, name: str, directory: str | Path, *, endpoint: str = "") -> Path:
-    """Verified, into a directory that is not there yet."""
+    """Download an artifact into a new directory and verify it."""
     return ArtifactStore(str(url), endpoint=endpoint).fetch(name, Path(directory))

@@ -1,9 +1,9 @@
-"""Remembers where a run is, so that another process can go on from there.
+"""Save the state of a run, so that another process can resume it.
 
-consumes: marks of the loop          waits for: the save before, if the next one is due
-produces: checkpoints                in a thread of its own, from a copy that was made on the loop's
+consumes: marks of the loop          waits for: the previous save, if the next one is due
+produces: checkpoints                written by its own thread, from a copy that the loop's thread made
 
-A mark is taken when a step has ended and nothing of the next has begun; what is saved is always a mark.
+A mark is the state between two steps: one has ended, and nothing of the next has begun. Only marks are saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tandem.types import Group, Metrics
 
 _log = logging.getLogger(__name__)
 
-_AGAIN_S = 1.0  # the last save of a stage has no step after it, at which it could be tried again
+_AGAIN_S = 1.0  # no step follows the last save of a stage, so it is retried here
 
 
 class RunCheckpointer:
@@ -41,17 +41,17 @@ class RunCheckpointer:
         found: VerifiedCheckpoint | None,
         uploads: CheckpointUploads | None = None,
     ) -> None:
-        """`found`: where to go on. `uploads` hears of every save."""
+        """`found`: the checkpoint to resume from. `uploads` is told of every save."""
         self.spec, self._shelf, self._run, self.found = spec, shelf, run, found
         self.idle = True
-        """Nothing has been trained since the last mark: it can be saved at once."""
+        """Whether no step has begun since the last mark, so that it can be saved at once."""
         self._uploads = uploads
         self._asked_at = math.inf
         self.ending: SystemExit | StoppedByHand = SystemExit(0)
-        """What is raised once the last mark is saved."""
+        """The exception to raise once the last mark is saved."""
         self._evaluations: dict[str, Any] = dict(found.state["evaluations"]) if found else {}
         self._best: list[float] = list(found.state["best"]) if found else []
-        """Version and value, more being better."""
+        """Version and value of the best evaluation; a higher value is better."""
         self._reference: str = found.state.get("reference", "") if found else ""
         self._trainer: Trainer | None = None
         self._parts: Mapping[str, Stateful] = {}
@@ -67,7 +67,7 @@ class RunCheckpointer:
 
     @property
     def stop_asked(self) -> bool:
-        """The next mark is the last: it is saved, and the process ends."""
+        """Whether to save the next mark and then end the process."""
         return self._asked_at < math.inf
 
     def ask_to_stop(self, ending: SystemExit | StoppedByHand) -> None:
@@ -78,35 +78,35 @@ class RunCheckpointer:
         """Seconds left of the grace period; infinite while no stop was requested."""
         return max(1.0, self._asked_at + self.spec.grace_s - time.monotonic()) if self.stop_asked else math.inf
 
-    # --- of a recipe
+    # --- called by a recipe
 
     def goes_on_in(self, stage: str) -> bool:
         return self.found is not None and self.found.stage == stage
 
     def load(self, trainer: Trainer, stage: str) -> bool:
-        """Gives the trainer what was saved in this stage, if anything was."""
+        """Load the trainer from the checkpoint if it was saved in this stage; return whether it was."""
         if self.found is None or self.found.stage != stage:
             return False
         trainer.load(self.found.path)
         return True
 
     def remember(self, name: str, evaluation: Any) -> None:
-        """An evaluation that is not to be made again."""
+        """Store an evaluation, so that a resumed run does not repeat it."""
         self._evaluations[name] = evaluation
 
     def remembered(self, name: str) -> Any:
         return self._evaluations.get(name)
 
     def reference(self) -> Path | None:
-        """What an earlier process kept with `keep_reference`."""
+        """Return the path that an earlier process saved with `keep_reference`; None if there is none."""
         return self._shelf.directory / self._reference if self._reference else None
 
     def keep_reference(self, version: int, fill: Any) -> None:
-        """What every later checkpoint refers to and none contains."""
+        """Save the reference weights once, beside the checkpoints; later checkpoints name them."""
         if self.spec.every:
             self._reference = self._shelf.keep_aside(f"reference-{version}", fill)
 
-    # --- of the loop
+    # --- called by the loop
 
     def begin(self, trainer: Trainer, parts: Mapping[str, Stateful], last_version: int) -> None:
         from tandem.ops import random_state
@@ -130,8 +130,8 @@ class RunCheckpointer:
             self._marked = {"parts": parts, "random": random_state.capture()}
 
     async def save_if_due(self, groups: Sequence[Group], metrics: Metrics) -> list[Group]:
-        """Save the last mark if a checkpoint is due. Return the groups that a checkpoint contains by now, or never
-        will: the store need not hand them out again."""
+        """Save the last mark if a checkpoint is due. Return the groups that the store may forget: a checkpoint contains
+        them, or no checkpoint will."""
         if not self.spec.every:
             return list(groups)
         assert self._trainer is not None
@@ -142,7 +142,7 @@ class RunCheckpointer:
             self._run.event("upload", **asdict(upload))
         version, last = self._trainer.version, self._trainer.version >= self._last_version
         if metrics.get("train/set_aside"):
-            due = False  # it is the version before, and its data comes again
+            due = False  # the step was undone, so this is the previous version; its data is handed out again
         else:
             due = self._is_better(version, metrics) or version % self.spec.every == 0 or last or self._failures > 0
         if due or self.stop_asked:
@@ -153,7 +153,7 @@ class RunCheckpointer:
         return done
 
     def save_now(self) -> None:
-        """The last mark, on this thread, from a signal's handler: so nothing is logged and no event is written."""
+        """Save the last mark on this thread. A signal handler calls it, so it logs nothing and writes no event."""
         if self._writing is not None:
             self._writing.exception()
         if self._trainer is not None and self._state and self._trainer.version > self._saved_for_sure():
@@ -166,14 +166,14 @@ class RunCheckpointer:
     # --- saving
 
     async def _save(self, *, wait: bool) -> list[Group]:
-        """`wait`: till it is on the disk, however often that takes."""
+        """Start a save, after the previous one has ended. `wait`: until it is on the disk, with retries."""
         assert self._trainer is not None
         started, done = time.perf_counter(), list[Group]()
         while True:
             if self._writing is not None:
                 ended = asyncio.wrap_future(self._writing)
                 await asyncio.wait([ended])
-                ended.exception()  # looked at, or asyncio complains of it; what becomes of it is for _poll to say
+                ended.exception()  # retrieved, or asyncio warns; _poll handles the error
                 done += self._poll()
             if self._trainer.version <= self._saved:
                 return done
@@ -189,10 +189,10 @@ class RunCheckpointer:
 
         def work() -> float:
             began = time.perf_counter()
-            self._run.settle()  # what the offsets in `state` speak of
+            self._run.settle()  # the rows before the offsets in `state`
             self._shelf.write(version, fill, state)
-            with contextlib.suppress(OSError):  # whatever cannot be removed now is tried again with the next
-                self._shelf.prune(keep)  # only now: the new one is on the disk
+            with contextlib.suppress(OSError):  # what cannot be removed now is removed after the next save
+                self._shelf.prune(keep)  # only after the new checkpoint is on the disk
             return time.perf_counter() - began
 
         self._under_way = (version, self._uncontained, time.perf_counter() - since)
@@ -200,7 +200,7 @@ class RunCheckpointer:
         self._writing = self._writer.submit(work)
 
     def _poll(self) -> list[Group]:
-        """What the save that ended contains; nothing while it goes on."""
+        """Return the groups in the save that ended; none while it is in progress or if it failed."""
         if self._writing is None or not self._writing.done():
             return []
         writing, self._writing = self._writing, None
@@ -212,7 +212,7 @@ class RunCheckpointer:
                 self._uploads.saved(version)
             self._run.event("checkpoint", step=version, stall_s=round(stall_s, 4), write_s=round(writing.result(), 4))
             return groups
-        if isinstance(error, RunFenced | RankLost):  # nothing can be saved any more
+        if isinstance(error, RunFenced | RankLost):  # no later save can succeed
             raise error
         self._uncontained = groups + self._uncontained
         self._failures += 1
@@ -220,8 +220,8 @@ class RunCheckpointer:
         _log.warning("checkpoint of step %d: %s: %s", version, type(error).__name__, error)
         if self._failures >= self.spec.max_failures:
             raise CheckpointUnsaved(
-                f"checkpoint: {self._failures} saves in a row failed (checkpoint.max_failures), the last, of step "
-                f"{version}, by {type(error).__name__}: {error}; make room, then `tandem resume {self._run.directory}`"
+                f"checkpoint: {self._failures} saves in a row failed (checkpoint.max_failures); the last, of step "
+                f"{version}: {type(error).__name__}: {error}; free space, then `tandem resume {self._run.directory}`"
             ) from error
         return []
 
@@ -241,7 +241,7 @@ class RunCheckpointer:
         }
 
     def _is_better(self, version: int, metrics: Metrics) -> bool:
-        """Than every evaluation in this run before it."""
+        """Return whether this evaluation is better than all earlier ones of the run, and remember it if so."""
         if not self.spec.keep_best:
             return False
         value = metrics.get("eval/accuracy", metrics.get("eval/reward"))

@@ -33,23 +33,23 @@ class VerifiedCheckpoint:
 
 class Checkpoints:
     def __init__(self, run_dir: Path, *, permit: Callable[[], None] = lambda: None) -> None:
-        """`permit` raises where nothing may be written any more."""
+        """`permit` raises if this process may no longer write."""
         self.directory, self._permit = run_dir / "checkpoints", permit
         self.set_aside: list[str] = []
-        """Of damaged ones: which, why, and what they are called now."""
+        """One text per damaged checkpoint: its step, its new name and the reason."""
 
     def path(self, version: int) -> Path:
         return self.directory / f"step-{version}"
 
     def versions(self) -> list[int]:
-        """Oldest first."""
+        """Return the saved versions, oldest first."""
         if not self.directory.is_dir():
             return []
         return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _STEP.fullmatch(path.name)))
 
     def newest(self) -> VerifiedCheckpoint | None:
-        """The newest whole one; those after it are set aside. None if nothing was ever saved. CheckpointDamaged if
-        something was, and none of it is whole: a run does not start over what may be repaired."""
+        """Return the newest undamaged checkpoint, and rename the damaged ones after it. Return None if none was ever
+        saved. CheckpointDamaged if all are damaged: the run does not start over, because one may be repaired."""
         for version in reversed(self.versions()):
             try:
                 return self.read(version)
@@ -60,35 +60,35 @@ class Checkpoints:
         told = salvage_jsonl(self.directory.parent / "events.jsonl").rows.values()
         if damaged or any(row.get("stage") == "checkpoint" for row in told):
             raise CheckpointDamaged(
-                f"{self.directory}: no whole checkpoint is left of some ({'; '.join(damaged) or 'removed'}); "
-                "put one back, or repair one and take `damaged-` off its name, or train again in another directory"
+                f"{self.directory}: no undamaged checkpoint is left ({'; '.join(damaged) or 'they were removed'}); "
+                "restore a copy, or repair one and remove `damaged-` from its name, or train in a new directory"
             )
         return None
 
     def read(self, version: int) -> VerifiedCheckpoint:
-        """CheckpointDamaged names the file; CheckpointError: it is whole, and of a format that is not read here."""
+        """Verify and read a checkpoint. CheckpointDamaged names a bad file; CheckpointError: it has another format."""
         path = self.path(version)
         sealed_directory.verify(path)
         state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
         if (found := state.get("format")) != _FORMAT:
             raise CheckpointError(
                 f"{path / _STATE}: has format {'none' if found is None else found}, and this Tandem reads format "
-                f"{_FORMAT}; go on with the Tandem that wrote it"
+                f"{_FORMAT}; resume with the Tandem that wrote it"
             )
         if kept := state.get("reference"):
-            sealed_directory.verify(self.directory / kept)  # what it cannot go on without
+            sealed_directory.verify(self.directory / kept)  # resuming needs it
         return VerifiedCheckpoint(path, version, state)
 
     def write(self, version: int, fill: Callable[[Path], None], state: Mapping[str, Any]) -> None:
-        """Blocks until it is on the disk."""
+        """Write a checkpoint; block until it is on the disk."""
         with sealed_directory.sealed(self.path(version), permit=self._permit) as directory:
             fill(directory)
             text = json.dumps({"format": _FORMAT, **state}, default=_plain)
             (directory / _STATE).write_text(text, encoding="utf-8")
 
     def keep_aside(self, name: str, fill: Callable[[Path], None]) -> str:
-        """What checkpoints refer to and do not each contain; its name."""
-        if (self.directory / name).exists():  # of a process that never came to a checkpoint with it
+        """Write a directory that several checkpoints name but do not contain; return its name."""
+        if (self.directory / name).exists():  # from a process that ended before any checkpoint named it
             sealed_directory.remove(self.directory / name)
         with sealed_directory.sealed(self.directory / name, permit=self._permit) as directory:
             fill(directory)
@@ -105,7 +105,7 @@ class Checkpoints:
 
 
 def _plain(value: Any) -> Any:
-    """Trajectories, and whatever else is a dataclass of plain things."""
+    """Return a trajectory, or another dataclass of plain values, as JSON."""
     from dataclasses import asdict
 
     return asdict(value)

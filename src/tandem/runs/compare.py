@@ -1,4 +1,4 @@
-"""Runs side by side: what was asked, what came out, and whether the difference is more than chance."""
+"""Compare runs: their specs, their results, and whether the difference is more than chance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.runs.eval_files import StoredEval, read_evals
 from tandem.runs.verdict import Verdict, judge
 from tandem.spec.toml import parse_toml
 
-_UNLIKE = ("name",)  # says nothing about how two runs were made
+_UNLIKE = ("name",)  # does not change what a run does
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +27,23 @@ class Pairing:
     paired: bool
     why_not: str = ""
     verdict: Verdict | None = None
-    """Of `other` against `first`; only where the same tasks were scored in the same way."""
+    """Compares `other` with `first`; None unless both scored the same tasks in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     runs: Sequence[str]
     facts: Sequence[Mapping[str, Any]]
-    """Of each run, in the same order."""
+    """One mapping per run, in the same order."""
     differences: Mapping[str, Sequence[Any]]
-    """Fields of the specs that are not all alike, with the value of each run; None where one has no such field."""
+    """Spec fields that differ between the runs, with each run's value; None if its spec lacks the field."""
     pairings: Sequence[Pairing]
-    """Each other run against the first."""
+    """Comparison of each other run with the first."""
     curves: Sequence[Sequence[float | None]]
 
 
 def compare_runs(directories: Sequence[str | Path], *, confidence: float = 0.95) -> Comparison:
-    """Two runs or more; the first is what the others are held against."""
+    """Compare two or more runs with the first of them."""
     places = [Path(directory) for directory in directories]
     if len(places) < 2:
         raise RunError("compare: name two runs or more")
@@ -74,7 +74,7 @@ def compare_text(found: Comparison) -> str:
     lines += ["", "specs:"] + (
         _table([["", *found.runs], *([key, *map(_cell, values)] for key, values in found.differences.items())])
         if found.differences
-        else ["  alike in every field"]
+        else ["  equal in every field"]
     )
     return printable_lines([*lines, "", *(_said(pairing) for pairing in found.pairings)])
 
@@ -96,17 +96,15 @@ def _said(pairing: Pairing) -> str:
 
 def _pair(first: str, a: StoredEval | None, other: str, b: StoredEval | None, confidence: float) -> Pairing:
     if a is None or b is None:
-        return Pairing(first, other, False, f"{other if b is None else first} kept no evaluation")
+        return Pairing(first, other, False, f"{other if b is None else first} has no stored evaluation")
     if not a.pairs_with(b):
         differing = sorted(key for key in {*a.protocol, *b.protocol} if a.protocol.get(key) != b.protocol.get(key))
-        return Pairing(
-            first, other, False, f"other tasks were scored, or in another way ({', '.join(differing) or 'tasks'})"
-        )
+        return Pairing(first, other, False, f"the evaluations differ in {', '.join(differing) or 'tasks'}")
     return Pairing(first, other, True, "", judge(a.scores, b.scores, confidence=confidence, measure=a.metric))
 
 
 def _last(directory: Path) -> StoredEval | None:
-    """Of the latest version; the first that was made of it, which for a finished run is the run's own."""
+    """Return the first evaluation of the latest version; in a finished run that is the run's own final evaluation."""
     found = read_evals(directory)
     newest = max((each.version for each in found), default=0)
     return next((each for each in found if each.version == newest), None)

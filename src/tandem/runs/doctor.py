@@ -34,7 +34,7 @@ _TORCH = "import torch; print(torch.__version__, torch.version.cuda or '-', torc
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """ok; lack: something cannot be had, all else can; broken: runs cannot."""
+    """One line of the report. ok; lack: some feature is unavailable; broken: no run can start."""
 
     name: str
     state: State
@@ -55,7 +55,7 @@ class Health:
 
 
 def diagnose(directory: str | Path = ".") -> Health:
-    """`directory`: where runs are to be. Nothing is loaded into this process, and nothing is changed."""
+    """Check this machine. `directory`: for the runs. This process imports nothing heavy and changes nothing."""
     place = Path(directory)
     looks: list[Callable[[], list[DoctorFinding]]] = [
         _python, _packages, _torch, _gpus, lambda: _memory(*ram_gib()), lambda: _disk(place), _shared_memory,
@@ -74,7 +74,7 @@ def health_text(health: Health) -> str:
             lines.append(f"{'':8}{'':<{width}}  -> {each.next_step}")
     lacks = sum(each.state == "lack" for each in health.findings)
     able = "this machine can run Tandem" if health.able else "this machine cannot run Tandem as it is"
-    return "\n".join([*lines, "", f"{able}; {lacks} things are not there, which not every run needs"])
+    return "\n".join([*lines, "", f"{able}; {lacks} optional things are missing; only some runs need them"])
 
 
 def _python() -> list[DoctorFinding]:
@@ -85,12 +85,12 @@ def _python() -> list[DoctorFinding]:
 def _packages() -> list[DoctorFinding]:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     step = 'pip install "tandem-rl[train]"'
-    found = f"missing: {', '.join(missing)}" if missing else f"{', '.join(_NEEDED)} are there"
+    found = f"missing: {', '.join(missing)}" if missing else f"{', '.join(_NEEDED)} are installed"
     return [_state("packages", not missing, found, step, broken=True)]
 
 
 def _torch() -> list[DoctorFinding]:
-    """In a process of its own: a broken build may end it."""
+    """Import torch in a child process, because a broken build may crash it."""
     done = _ask([sys.executable, "-c", _TORCH], 120)
     if done is None or len(words := done.split()) != 3:
         step = "reinstall torch; `python -c 'import torch'` shows what is wrong"
@@ -100,32 +100,34 @@ def _torch() -> list[DoctorFinding]:
         has_driver = shutil.which("nvidia-smi") is not None
         step = "there is an NVIDIA driver: install a CUDA build of torch" if has_driver else ""
         return [DoctorFinding("torch", "lack" if has_driver else "ok", f"{build}, for the CPU", step)]
-    step = "" if count != "0" else "torch sees no GPU: look at the driver with nvidia-smi, and at CUDA_VISIBLE_DEVICES"
+    step = "" if count != "0" else "torch sees no GPU: check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
     return [DoctorFinding("torch", "ok" if count != "0" else "lack", f"{build}, CUDA {cuda}, {count} GPUs", step)]
 
 
 def _gpus() -> list[DoctorFinding]:
     if shutil.which("nvidia-smi") is None:
         return [
-            DoctorFinding("gpus", "lack", "none", "small presets train on the CPU; for more, take a machine with a GPU")
+            DoctorFinding(
+                "gpus", "lack", "none", "small presets train on the CPU; for larger models, use a machine with a GPU"
+            )
         ]
     told = _ask(["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"], 30)
     if not told:
-        return [DoctorFinding("gpus", "lack", "nvidia-smi does not answer", "look at the driver: nvidia-smi")]
+        return [DoctorFinding("gpus", "lack", "nvidia-smi does not answer", "check the driver with nvidia-smi")]
     return [_gpu(number, line) for number, line in enumerate(told.splitlines())]
 
 
 def _gpu(number: int, line: str) -> DoctorFinding:
     name, total, free = (part.strip() for part in line.split(","))
     taken = int(free) < 0.9 * int(total)
-    step = "another process has memory on it: nvidia-smi shows which" if taken else ""
+    step = "another process uses its memory: nvidia-smi shows which" if taken else ""
     found = f"{name}, {int(total) / 1024:.0f} GiB, {int(free) / 1024:.0f} free"
     return DoctorFinding(f"gpu {number}", "lack" if taken else "ok", found, step)
 
 
 def _memory(total_gib: float, free_gib: float) -> list[DoctorFinding]:
     found = f"{total_gib:.1f} GiB, {free_gib:.1f} free"
-    return [_state("memory", free_gib >= 2, found, "end other programs: imports and a tiny model take a GiB")]
+    return [_state("memory", free_gib >= 2, found, "end other programs: imports and a tiny model need 1 GiB")]
 
 
 def _disk(directory: Path) -> list[DoctorFinding]:
@@ -135,12 +137,12 @@ def _disk(directory: Path) -> list[DoctorFinding]:
         return [DoctorFinding("disk", "broken", f"{directory}: {error.strerror}", "run where files can be written")]
     if not os.access(directory, os.W_OK):
         return [DoctorFinding("disk", "broken", f"{directory} cannot be written", "run where files can be written")]
-    step = "free some: an export of 1B parameters is 2 to 4 GiB, and every checkpoint more"
+    step = "free some space: an export of 1B parameters is 2 to 4 GiB, each checkpoint is larger"
     return [_state("disk", free_gib >= 5, f"{free_gib:.1f} GiB free", step)]
 
 
 def _shared_memory(place: Path = Path("/dev/shm")) -> list[DoctorFinding]:
-    step = "a container: start it with --shm-size 8g; `shared` on a CPU, and adapters by file, go through it"
+    step = "in a container: start it with --shm-size 8g; `shared` on a CPU and adapter files need it"
     if not place.is_dir() or not os.access(place, os.W_OK):
         return [DoctorFinding("shared memory", "lack", f"no {place} to write to", step)]
     free_gib = shutil.disk_usage(place).free / 2**30
@@ -151,7 +153,7 @@ def _vllm(directory: Path) -> list[DoctorFinding]:
     python = directory / _VLLM
     if not python.exists():
         step = "`tandem engine install vllm`; until then, engine.kind = 'hf' or 'server'"
-        return [DoctorFinding("vllm", "lack", "no environment of its own", step)]
+        return [DoctorFinding("vllm", "lack", "not installed", step)]
     asked = "from importlib.metadata import version; print(version('vllm'))"
     told = _ask([str(python), "-c", asked], 60)
     return [
@@ -165,20 +167,20 @@ def _loopback() -> list[DoctorFinding]:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             with socket.create_connection(server.getsockname(), timeout=5):
-                return [DoctorFinding("loopback", "ok", f"a free port was had: {server.getsockname()[1]}")]
+                return [DoctorFinding("loopback", "ok", f"connected over port {server.getsockname()[1]}")]
     except OSError as error:
-        step = "engines, workers and services talk over 127.0.0.1: allow that in the container or firewall"
-        return [DoctorFinding("loopback", "broken", f"no connection to this machine itself: {error}", step)]
+        step = "engines, workers and services use 127.0.0.1: allow it in the container or firewall"
+        return [DoctorFinding("loopback", "broken", f"127.0.0.1 cannot be reached: {error}", step)]
 
 
 def _open_files(least: int = 1024) -> list[DoctorFinding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fine = soft == resource.RLIM_INFINITY or soft >= least
-    return [_state("open files", fine, f"{soft} at most ({hard} can be asked for)", f"ulimit -n {least}")]
+    return [_state("open files", fine, f"limit {soft} (can be raised to {hard})", f"ulimit -n {least}")]
 
 
 def _clock() -> list[DoctorFinding]:
-    """Nothing of a run is decided by the date, but certificates and what is written down are."""
+    """Check the date: runs do not depend on it, but certificates and timestamps do."""
     year = time.gmtime().tm_year
     return [_state("clock", 2026 <= year < 2100, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "set the date")]
 
@@ -206,7 +208,7 @@ def _version(module: str) -> str:
 
 
 def _ask(command: list[str], timeout_s: float) -> str | None:
-    """What it prints; None if it fails."""
+    """Run a command; return its output, or None if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Evaluations, each in a file of its own: `evals/step-<version>[-n].json`. None is ever written over."""
+"""Store each evaluation in its own file: `evals/step-<version>[-n].json`. No file is ever overwritten."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tandem.types import Measure
 class StoredEval:
     version: int
     when: str
-    """before, before_rl, step 20, after; by hand: eval."""
+    """before, before_rl, step 20, after; of `tandem eval`: eval."""
     metric: Measure
     protocol: Mapping[str, Any]
-    """What was asked: two evaluations with the same protocol can be compared."""
+    """The settings: two evaluations with the same protocol can be compared."""
     tasks: Sequence[str]
     scores: Sequence[float]
     failed: int = 0
@@ -34,13 +34,13 @@ class StoredEval:
         return sum(self.scores) / len(self.scores)
 
     def pairs_with(self, other: StoredEval) -> bool:
-        """The same tasks in the same order, scored in the same way."""
+        """Return whether both scored the same tasks, in the same order and in the same way."""
         return (self.metric, list(self.tasks)) == (other.metric, list(other.tasks)) and self.protocol == other.protocol
 
 
 def played_as(spec: RlSpec) -> dict[str, Any]:
-    """What two evaluations on an environment must have in common."""
-    assert spec.environment is not None, "nothing of this run is played"
+    """Return the settings that two evaluations on an environment must share to be compared."""
+    assert spec.environment is not None, "this run has no environment"
     return {
         "environment": spec.environment.name,
         "params": spec.environment.model_dump(mode="json")["params"],
@@ -54,7 +54,7 @@ def played_as(spec: RlSpec) -> dict[str, Any]:
 
 
 def store_eval(directory: Path, found: StoredEval) -> Path:
-    """Under the first name that is free, whole or not at all."""
+    """Write an evaluation under the first free name and return the path. The file appears complete or not at all."""
     place = directory / "evals"
     place.mkdir(parents=True, exist_ok=True)
     at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -65,7 +65,7 @@ def store_eval(directory: Path, found: StoredEval) -> Path:
         for number in range(1, 10_000):
             path = place / f"step-{found.version:06d}{f'-{number}' if number > 1 else ''}.json"
             try:
-                os.link(temporary, path)  # unlike a rename, this fails where something is
+                os.link(temporary, path)  # unlike a rename, this fails if the file exists
             except FileExistsError:
                 continue
             return path
@@ -75,7 +75,7 @@ def store_eval(directory: Path, found: StoredEval) -> Path:
 
 
 def read_evals(directory: Path) -> list[StoredEval]:
-    """By version, then in the order they were made. What cannot be read is left out: it spoils no other."""
+    """Return all evaluations by version, then in the order of writing. Unreadable files are skipped."""
     found: list[tuple[str, StoredEval]] = []
     for path in (directory / "evals").glob("step-*.json"):
         try:

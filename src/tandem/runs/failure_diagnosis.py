@@ -1,4 +1,4 @@
-"""Why a run failed: an error, or what is left of a process, against the table in failure_rules.toml."""
+"""Find out why a run failed: match its error, or the last output of its process, with failure_rules.toml."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 from tandem.errors import EngineError, MissingExtra, ProducerDied, SpecError, SyncError, TandemError
 
 RULES = Path(__file__).with_name("failure_rules.toml")
-_LONGEST_TEXT = 65536  # of a text; the end is kept, where the cause stands
+_LONGEST_TEXT = 65536  # characters of a text; the end is kept, because the cause is there
 
 FailureClass = Literal[
     "user", "data", "numerics", "out_of_memory", "infra_retriable", "preempted", "stalled", "unknown"
@@ -33,7 +33,7 @@ class Kind:
     retriable: bool
     about: str
     next: str
-    """What to do after a process of Tandem ended with this exit code, if no rule knows more."""
+    """What to do after a Tandem process ended with this exit code, if no rule fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class FailureRule:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is known of one failure."""
+    """What is known about one failure."""
 
     text: str = ""
     types: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`rule` is empty if none fits."""
+    """A classified failure; `rule` is empty if none fits."""
 
     failure_class: FailureClass
     rule: str
@@ -78,7 +78,7 @@ class Failure:
     exit_code: int = field(default=1)
 
     def row(self) -> dict[str, Any]:
-        """As in status.json."""
+        """Return it as status.json has it."""
         return {
             "class": self.failure_class,
             "rule": self.rule,
@@ -89,7 +89,7 @@ class Failure:
 
 
 def classify_error(error: BaseException) -> Failure:
-    """Of an exception and whatever it came from."""
+    """Classify an exception, with its causes."""
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return classify_end("", error.code)
     cases = [
@@ -100,7 +100,7 @@ def classify_error(error: BaseException) -> Failure:
 
 
 def classify_end(text: str, exit_code: int | None = None, signal_number: int = 0) -> Failure:
-    """Of a process that ended: the last that it wrote, and how. A negative or large code is a signal, too."""
+    """Classify the end of a process by its last output and its exit code; a negative or large code is a signal."""
     if not signal_number and exit_code is not None:
         signal_number = -exit_code if exit_code < 0 else exit_code - 128 if exit_code > 128 else 0
     text = _WARNINGS.sub("", text[-_LONGEST_TEXT:])
@@ -110,10 +110,10 @@ def classify_end(text: str, exit_code: int | None = None, signal_number: int = 0
 
 @contextmanager
 def exits_by_class() -> Generator[None]:
-    """For a command: a run that fails in here says why and what to do next, and exits with the code of its class."""
+    """Wrap a command: if it fails, print why and what to do next, and exit with the code of the failure's class."""
     try:
         yield
-    except Exception as error:  # of whatever kind: what is not known is `unknown`
+    except Exception as error:  # of any kind; the class of an unknown error is `unknown`
         if interrupted(error):
             raise KeyboardInterrupt from error
         failure = classify_error(error)
@@ -121,7 +121,7 @@ def exits_by_class() -> Generator[None]:
             print(f"tandem: {told_by_the_system(error) or error}", file=sys.stderr)
         else:
             traceback.print_exception(error)
-        if not isinstance(error, SpecError | MissingExtra):  # which says itself what to change
+        if not isinstance(error, SpecError | MissingExtra):  # their text says what to change
             print(f"tandem: {what_to_do(failure.row())}", file=sys.stderr)
         raise SystemExit(failure.exit_code) from error
 
@@ -133,14 +133,14 @@ def what_to_do(row: Mapping[str, Any]) -> str:
 
 
 def told_by_the_system(error: BaseException) -> str:
-    """Return a sentence about a file that cannot be used as it was to be; empty for every other error."""
+    """Return file and reason of an error of the operating system; empty for every other error."""
     if not isinstance(error, OSError) or error.filename is None:
         return ""
     return f"{error.filename}: {error.strerror}"
 
 
 def interrupted(error: BaseException) -> bool:
-    """Return whether Ctrl-C caused it: some libraries turn one, while they are imported, into an error of theirs."""
+    """Return whether Ctrl-C caused the error: some libraries, while imported, turn it into an error of their own."""
     return any(isinstance(link, KeyboardInterrupt) for link in chain(error))
 
 
@@ -170,8 +170,9 @@ def _classify(cases: Sequence[Case]) -> Failure:
 
 
 def _raised_by_code(cases: Sequence[Case]) -> bool:
-    """Whether an exception is named, or its traceback shown, that neither the system nor one of our processes raised:
-    code gives the same again, while a process that was gone without one may have met bad luck."""
+    """Return whether the failure shows an exception that Python code raised, not the system or a process of Tandem.
+    Code would raise it again, so there is no retry; a process that ended without one may succeed at the next attempt.
+    """
     return any(_of_code(case) for case in cases if not case.types & _OF_THE_SYSTEM)
 
 
@@ -186,7 +187,7 @@ def _names_an_exception(types: frozenset[str]) -> bool:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and what it came from; of a group, the first."""
+    """Yield an error and its causes; of an exception group, its first error."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
@@ -199,10 +200,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 _EXCEPTION = re.compile(r"(Error|Exception|Fault|Invalid|Warning)$")
-_FRAME = re.compile(r'^\s*File ".+", line \d+, in ', re.MULTILINE)  # of a traceback; a dump of stacks has no comma
+_FRAME = re.compile(
+    r'^\s*File ".+", line \d+, in ', re.MULTILINE
+)  # a traceback's line; faulthandler's dumps have no comma
 _OF_THE_SYSTEM = frozenset({"OSError"} | {kind.__name__ for kind in OSError.__subclasses__()})
 _OURS = frozenset(
-    {kind.__name__ for ours in (EngineError, SyncError, ProducerDied) for kind in ours.__mro__}  # and all that they are
+    {
+        kind.__name__ for ours in (EngineError, SyncError, ProducerDied) for kind in ours.__mro__
+    }  # and their base classes
 )
 _BASES = [name for name, value in vars(builtins).items() if isinstance(value, type) and name.endswith("Error")]
 _WARNINGS = re.compile(r"^.*(?:\bWARNING\b|Warning:).*$\n?", re.MULTILINE)
@@ -210,8 +215,8 @@ _TYPE_IN_TEXT = re.compile(r"(?:^|[\s\].(\[])(?:\w+\.)*([A-Z]\w*)(?=:|\s*$)", re
 
 
 def _types_in(text: str) -> frozenset[str]:
-    """Names of exceptions as a traceback's last line has them: `torch.OutOfMemoryError: ...`. A text does not say what
-    a type derives from, but its name does, as a rule: a `FSTimeoutError` is a `TimeoutError`, too."""
+    """Return the exception names in a text, as in a traceback's last line: `torch.OutOfMemoryError: ...`. A text does
+    not show base classes, but names usually do: `FSTimeoutError` also counts as `TimeoutError`."""
     named = set(_TYPE_IN_TEXT.findall(text))
     return frozenset(named | {base for base in _BASES for name in named if name.endswith(base)})
 

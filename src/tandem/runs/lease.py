@@ -1,8 +1,8 @@
-"""Who may write in a run's directory: one process at a time.
+"""The lease of a run's directory: one process at a time may write in it.
 
-The lease is a lock that the kernel drops with the process, so resuming a killed run never waits. Each holder
-has an epoch, one more than the holder before. A holder that lost its place all the same (it was stopped, and another
-took over) finds a later epoch there and writes no more; what it has open was replaced, and leads nowhere.
+The lease is a file lock. The kernel releases it when the process ends, so resuming a killed run never waits. Each
+holder has an epoch, one more than the holder before. If a holder is stopped and another process takes over, the old
+holder finds a later epoch and writes no more. The files that it has open were replaced, so nothing reads them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from tandem.io.bounded_json import read_json
 from tandem.io.process_identity import identity
 
 _LOCK, _EPOCH = "lease", "epoch.json"
-_LEAST_BYTES = 2**20  # for logs and rows, till the first checkpoint
-_DYING_S = 1.0  # a process that was killed a moment ago may still be about to let go
+_LEAST_BYTES = 2**20  # for logs and rows until the first checkpoint
+_DYING_S = 1.0  # a process that was just killed may hold the lock a moment longer
 
 
 class DirectoryLease:
     def __init__(self, directory: Path, *, take_over: bool = False) -> None:
-        """`take_over`: from a holder that is there and cannot be ended. RunOwned if another process holds it."""
+        """Take the lease. RunOwned if another process holds it; `take_over` takes it from a holder that cannot be
+        ended."""
         self._directory = directory
         need_room(directory, "go on with")
         if take_over:
@@ -57,8 +58,8 @@ class DirectoryLease:
 
 
 def begin(directory: Path, spec_toml: str) -> None:
-    """Make a run's directory, with its spec in it: from its first instant the run can be resumed. This user alone may
-    enter it: it holds prompts, answers and weights."""
+    """Make a run's directory with its spec in it, in one step, so that the run can be resumed from the first moment.
+    Only this user may enter it, because it holds prompts, answers and weights."""
     refuse_used(directory)
     need_room(directory, "begin")
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
@@ -74,13 +75,15 @@ def begin(directory: Path, spec_toml: str) -> None:
         atomic_write.sync(directory.parent)
     except OSError as error:
         shutil.rmtree(fresh, ignore_errors=True)
-        raise RunError(f"{directory}: cannot be begun ({error.strerror}); another process was there first") from error
+        raise RunError(
+            f"{directory}: cannot be created ({error.strerror}); another process created it first"
+        ) from error
 
 
 def need_room(
     directory: Path, to: Literal["begin", "go on with"], size_bytes: int = _LEAST_BYTES, what: str = ""
 ) -> None:
-    """NoRoom if its disk has less than that free: before anything is written, or trained in vain."""
+    """Raise NoRoom if the disk has less free space, before anything is written or trained."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < size_bytes:
@@ -91,11 +94,11 @@ def need_room(
 
 
 def refuse_used(directory: Path) -> None:
-    """RunError if something is there that a new run would mix with."""
+    """Raise RunError if the path is a file or a directory that is not empty."""
     if directory.exists() and not directory.is_dir():
         raise RunError(f"{directory}: is a file; name a directory (--run-dir)")
     if directory.exists() and any(directory.iterdir()):
-        resume = f"; `tandem resume {directory}` goes on with the run in it" * (directory / "spec.toml").exists()
+        resume = f"; `tandem resume {directory}` resumes the run in it" * (directory / "spec.toml").exists()
         raise RunError(f"{directory}: is not empty; give each run a directory of its own (--run-dir){resume}")
 
 
@@ -110,7 +113,7 @@ def _locked(directory: Path) -> int:
             if time.monotonic() > until:
                 holder = str(_told(directory).get("process", "")).partition(":")[0]
                 raise RunOwned(
-                    f"{directory}: process {holder or 'unknown'} works on this run; wait for it, end it, or, if it "
+                    f"{directory}: process {holder or 'unknown'} works on this run; wait for it, or end it; if it "
                     "cannot be ended, take the run over (--take-over)"
                 ) from None
             time.sleep(0.05)
@@ -128,12 +131,12 @@ def _is_there(lock: int, path: Path) -> bool:
 
 
 def _last_epoch(directory: Path) -> int:
-    """0 before the first. Of a damaged one nothing is guessed: the first once more would be a zombie's own."""
+    """Return the last epoch; 0 before the first. RunError if the file is damaged: a guess might repeat an old epoch."""
     found = _told(directory).get("epoch") if (directory / _EPOCH).exists() else 0
     if not isinstance(found, int):
         raise RunError(
-            f"{directory / _EPOCH}: is not what was written; if no process works on this run any more, remove it and "
-            f"`tandem resume {directory}` goes on"
+            f"{directory / _EPOCH}: is damaged; if no process works on this run any more, remove it, then "
+            f"`tandem resume {directory}`"
         )
     return found
 

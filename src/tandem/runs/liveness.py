@@ -1,9 +1,9 @@
 """Detect a stalled run: a progress counter, its observers, and the stack of every thread at a stall.
 
-The counter is moved on by the thread that works, at the borders of stages, steps and micro-batches, and by no other:
-a thread that beats by itself would hide a dead-lock. It is written to progress.json, without any time. An observer
-counts, on its own monotonic clock, how long it has seen the counter stand; time in which the observer was stopped
-does not count. So no clock that anybody sets, here or elsewhere, decides anything.
+Only the working thread advances the counter, at each stage, step and micro-batch: a heartbeat thread would hide a
+deadlock. The counter is written to progress.json without a time. An observer measures on its own monotonic clock how
+long the counter has not changed, without the time in which the observer itself was stopped. So changes of a system
+clock have no effect.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from tandem.io.process_identity import identity
 
 PROGRESS, STACKS = "progress.json", "stacks.txt"
 _WRITE_EVERY_S = 0.5
-_LONGEST_LOOK_S = 5.0  # between two looks; what is beyond it the observer did not see
+_LONGEST_LOOK_S = 5.0  # between two looks; a longer gap counts as this much, because the observer was stopped
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What is seen of a run from outside."""
+    """The state of a run as an observer sees it."""
 
     process: str = ""
-    """Its number and the moment of its start (io/process_identity.py)."""
+    """Process id and start time (io/process_identity.py)."""
     ticks: int = 0
     stage: str = ""
     step: int = 0
     limit_s: float = 3000.0
-    """How long this stage may go without a tick."""
+    """Longest time in this stage without a tick."""
 
 
 class ProgressCounter:
-    """The working thread's end."""
+    """The progress counter that the working thread advances."""
 
     def __init__(self, directory: Path, *, setup_s: float = 3000.0, step_s: float = 1500.0) -> None:
         self.setup_s, self.step_s = setup_s, step_s
@@ -59,7 +59,7 @@ class ProgressCounter:
         return Sign(self._process, self._ticks, self._stage, self._step, limit_s)
 
     def tick(self) -> None:
-        """Something was done. Costs next to nothing: the file is written twice a second at most."""
+        """Count progress. This is cheap: the file is written at most twice a second."""
         self._ticks += 1
         if time.monotonic() - self._written >= _WRITE_EVERY_S:
             self.write()
@@ -74,19 +74,19 @@ class ProgressCounter:
         self._stepping = True
         self.tick()
         if begins:
-            self.write()  # the limit is another one now
+            self.write()  # the limit has changed
 
     def write(self) -> None:
-        """Renamed into place, but not fsynced: after a power cut the process is gone anyway."""
+        """Write the file atomically, without fsync: after a power cut the process is gone anyway."""
         self._written = time.monotonic()
         temporary = self._path.with_name(f".{PROGRESS}.{os.getpid()}.tmp")
-        with suppress(OSError):  # a full disk is the checkpoint's to report; observers see no tick meanwhile
+        with suppress(OSError):  # a checkpoint reports the full disk; observers see no tick meanwhile
             temporary.write_text(json.dumps(asdict(self.sign())) + "\n", encoding="utf-8")
             temporary.replace(self._path)
 
 
 def read_sign(directory: Path) -> Sign | None:
-    """None if the run has written none yet, or what is there is none."""
+    """Read progress.json; return None if it is missing or not valid."""
     try:
         row = cast("dict[str, Any]", read_json(directory / PROGRESS))
         return Sign(str(row["process"]), int(row["ticks"]), str(row["stage"]), int(row["step"]), float(row["limit_s"]))
@@ -95,17 +95,17 @@ def read_sign(directory: Path) -> Sign | None:
 
 
 class Observer:
-    """Looks again and again. `clock` is monotonic, and this process's own."""
+    """Measures how long a counter has not changed. `clock`: this process's monotonic clock."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._looked = clock()
         self._seen: tuple[str, int] | None = None
         self.quiet_s = 0.0
-        """Seconds, as far as they were watched, since the counter moved."""
+        """Observed seconds since the counter last changed."""
 
     def look(self, sign: Sign | None) -> bool:
-        """True if it has stood still for longer than its stage may."""
+        """Return whether the counter has not changed for longer than the stage's limit."""
         now = self._clock()
         self.quiet_s += min(now - self._looked, _LONGEST_LOOK_S)
         self._looked = now
@@ -116,10 +116,10 @@ class Observer:
 
 
 class Watchdog:
-    """A thread inside the run: when nothing moves, it writes down where every thread stands, and goes on watching.
+    """A thread inside the run that writes the stack of every thread when there is no progress, and continues to watch.
 
-    It needs Python to run at all. Where the process is stopped, or native code holds the interpreter, the observer
-    outside is the only one to see it; SIGUSR1 has the stacks written even then (not of a process that is stopped).
+    It needs the interpreter. If the process is stopped, or native code holds the GIL, only an observer in another
+    process notices. SIGUSR1 makes faulthandler write the stacks even then, unless the process is stopped.
     """
 
     def __init__(self, progress: ProgressCounter, stacks: Path, stalled: Callable[[Sign, float], None]) -> None:
@@ -132,7 +132,7 @@ class Watchdog:
         self._file = self._stacks.open("a", encoding="utf-8")
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGUSR1, self._file, all_threads=True)
-        self._progress.write()  # not before: a reader may send the signal, which would end the process
+        self._progress.write()  # only now: its readers may send SIGUSR1, which ends a process without a handler
         self._thread.start()
 
     def stop(self) -> None:
@@ -159,7 +159,7 @@ class Watchdog:
 
 
 def all_stacks(headline: str) -> str:
-    """Of every thread of this process, this one left out."""
+    """Return the stacks of all threads of this process except the calling one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     parts = [

@@ -1,4 +1,4 @@
-"""A model card from what a run's directory says, and from nothing else."""
+"""Write a model card from the files of a run's directory, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.obs.run_history import History, evaluations, read_history, total
 
 
 def model_card(run_dir: Path, kind: Literal["adapter", "model"], step: int | None = None) -> str:
-    """`step`: of a copy from the middle, for which the verdict of the run does not speak."""
+    """Return the card of a run's model. `step`: of the checkpoint of that step; the card then has no verdict."""
     history = read_history(run_dir)
     if step is not None:
         history = _until(history, step)
@@ -22,20 +22,20 @@ def model_card(run_dir: Path, kind: Literal["adapter", "model"], step: int | Non
     if step is None:
         parts += [headline(history.status), evidence(history.status), caveat(history.status)]
     else:
-        parts += [f"As it was after optimizer step {step}."]
+        parts += [f"The model after optimizer step {step}."]
     parts += [_table(history), _facts(history, spec), _use(spec, kind), _spec(history.spec)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def learned_card(name: str, version: int, kind: Literal["adapter", "model"], base: str) -> str:
-    """Of what an online server learned."""
+    """Return the card of an online server's model."""
     spec = {"recipe": "online", "model": {"path": base} if base else {}}
     told = f"Version {version} of what a server learned while it answered (`tandem online serve`)."
     return "\n\n".join([_head(spec, kind), f"# {name}", told, _use(spec, kind)]) + "\n"
 
 
 def _until(history: History, step: int) -> History:
-    """What was known when that step had ended."""
+    """Return the history as it was when that step ended."""
     rows = [row for row in history.rows if row["step"] <= step]
     known = {name: value for name, value in history.eval.items() if name != "after"}
     return replace(history, rows=rows, status={**history.status, "steps_done": step, "eval": known})
@@ -77,7 +77,7 @@ def _use(spec: dict[str, Any], kind: str) -> str:
 
 
 def _spec(text: str) -> str:
-    """The spec itself, without what names this machine."""
+    """Return the spec without values that name this machine."""
     raw: dict[str, Any] = tomllib.loads(text)
     stage = {key: value for key, value in raw.get("train", {}).items() if not isinstance(value, dict)}
     lines = [f"{key} = {json.dumps(value)}" for key, value in stage.items()]
@@ -85,5 +85,5 @@ def _spec(text: str) -> str:
 
 
 def _public(name: str) -> str:
-    """`sort`, `package.module:Class`; of a file only its name."""
+    """Return an environment's name for the public: `sort`, `package.module:Class`; of a path only the file name."""
     return name.rsplit("/", 1)[-1]

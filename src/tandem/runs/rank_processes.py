@@ -1,6 +1,6 @@
-"""The other ranks of a trainer on this host: started by rank 0, and gone when rank 0 is gone.
+"""Start the other ranks of a trainer on this host. They end when rank 0 ends.
 
-They are told where to meet by the variables that torchrun uses, too.
+They get rank 0's address in the same environment variables that torchrun uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def given_by_launcher() -> tuple[int, int] | None:
-    """Return rank and number of ranks where a launcher (torchrun) started this process as one of several; else None."""
+    """Return rank and number of ranks if a launcher (torchrun) started this process as a rank; else None."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or "MASTER_ADDR" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -47,10 +47,10 @@ def hosts_by_launcher(stated: int) -> int:
 
 
 class RankProcesses:
-    """Ranks 1 to `ranks` - 1. `listening` is where they meet; rank 0 makes its store of it."""
+    """The processes of ranks 1 to `ranks` - 1. They connect to `listening`, which becomes rank 0's store."""
 
     def __init__(self, ranks: int, directory: Path, command: Sequence[str] = ()) -> None:
-        """`directory`: the run's. `command`: another program than the usual one."""
+        """Start the processes. `directory`: of the run. `command`: replaces the usual program."""
         usual = [sys.executable, "-m", "tandem.recipes.follower", str(directory)]
         self.listening = socket.create_server((_LOOPBACK, 0))
         self.host, self.port = self.listening.getsockname()[:2]
@@ -69,7 +69,7 @@ class RankProcesses:
             )  # fmt: skip
 
     def ended(self) -> Mapping[int, str]:
-        """Return how those ended that have ended."""
+        """Return how each ended process ended, by rank."""
         return {rank: child.exit_report() for rank, child in self._children.items() if child.exit_code is not None}
 
     def kill(self) -> None:
@@ -77,7 +77,7 @@ class RankProcesses:
             child.stop(grace_s=0.0)
 
     def close(self, grace_s: float = 10.0) -> None:
-        """Wait for all to end by themselves, at most `grace_s` together; then end them."""
+        """Wait `grace_s` for each process to end, then kill the rest."""
         for child in self._children.values():
             child.ended_within(grace_s)
         self.kill()
@@ -85,7 +85,7 @@ class RankProcesses:
 
 
 def loopback_only() -> Mapping[str, str]:
-    """The interface that gloo uses among processes of one host: its own choice follows the host's name, which need not
-    lead to this host."""
+    """Return the environment that makes gloo use the loopback interface. By default gloo resolves the host's name,
+    which may not lead to this host."""
     name = "lo0" if sys.platform == "darwin" else "lo"
     return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": name}

@@ -1,4 +1,4 @@
-"""A run is a directory: what was asked, what happened, what came out of it."""
+"""The directory of a run: its spec, its events and metrics, its results."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _STATUS_EVERY_S = 2.0  # interval of steps_done in status.json
 _FILES = ("metrics", "sync", "samples", "events")
 
 State = Literal["running", "succeeded", "failed", "cancelled", "stopped"]
-"""stopped: by SIGTERM or Ctrl-C, and saved; `tandem resume` goes on."""
+"""stopped: by SIGTERM or Ctrl-C, after a checkpoint; `tandem resume` continues it."""
 
 
 class StoppedByHand(KeyboardInterrupt):
-    """Ctrl-C, after the run was saved."""
+    """Ctrl-C ended the run after it was saved."""
 
 
 class Run:
-    """Open it with `with`: the status is `running` inside, and afterwards says how it ended.
+    """A run's files. In its `with` block the status is `running`; afterwards it says how the run ended.
 
-    The directory was begun (runs/lease.py), and this process holds its lease.
+    The directory exists already (runs/lease.py), and this process holds its lease.
     """
 
     def __init__(
         self, directory: Path, *, name: str, recipe: str, view: LiveView, lease: DirectoryLease, strict: bool = False,
         earlier: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """`earlier`: what `state` said where the run is to go on; what was written after that is cut off."""
+        """`earlier`: the result of `state` in the checkpoint to resume from; rows written after it are cut off."""
         self.directory, self.view, self._strict, self._lease = directory, view, strict, lease
         self.status: dict[str, Any] = {
             "state": "queued",
@@ -68,7 +68,7 @@ class Run:
         self._metrics, self._ledger, self._samples, self._events = (
             JsonlWriter(directory / f"{name}.jsonl") for name in _FILES
         )
-        cut_back(directory / "log.txt")  # a process that lost the run still logs, to the file that it has open
+        cut_back(directory / "log.txt")  # a process that lost the run may still log, to the old file
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.tracking = Feed({})
@@ -77,7 +77,7 @@ class Run:
 
     @staticmethod
     def new_directory(root: Path, name: str) -> Path:
-        """runs/<name>-<time>, with a number behind it where that is taken."""
+        """Return a path for a new run: <root>/<name>-<time>, with a number added if it exists."""
         base = root / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
         return next(
             path
@@ -105,7 +105,7 @@ class Run:
             self.event("stopped")
             self._set_state("stopped")
         elif isinstance(error, RunFenced):
-            logging.getLogger(__name__).error("%s", error)  # and nothing else: another process owns the run
+            logging.getLogger(__name__).error("%s", error)  # write nothing else: another process owns the run
         else:
             cancelled = isinstance(error, KeyboardInterrupt | SystemExit)
             self.status["error"] = f"{type(error).__name__}: {error}"
@@ -123,8 +123,8 @@ class Run:
     # --- what happens in it
 
     def event(self, stage: str, **data: Any) -> None:
-        """Numbered, in order; `at` is this machine's clock and nothing is decided by it."""
-        with self._numbering:  # the watchdog tells of stalls from a thread of its own
+        """Write a numbered event. `at` is this machine's clock; nothing depends on it."""
+        with self._numbering:  # the watchdog's thread writes events, too
             self._event_number += 1
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             self._events.write({"number": self._event_number, "at": at, "stage": stage, **data})
@@ -149,7 +149,7 @@ class Run:
             self._write_status()
 
     def state(self) -> dict[str, Any]:
-        """Where the next row of each file will stand, and what status.json must know again."""
+        """Return the size of each file and the fields of status.json, for a checkpoint."""
         writers = (self._metrics, self._ledger, self._samples)
         return {
             "files": {name: writer.size_bytes for name, writer in zip(_FILES, writers, strict=False)},
@@ -158,12 +158,13 @@ class Run:
         }
 
     def settle(self) -> None:
-        """All rows so far are on the disk when this returns. On any thread."""
+        """Wait until all rows so far are on the disk. Call it on any thread."""
         for writer in (self._metrics, self._ledger, self._samples):
             writer.settle()
 
     def evaluated(self, name: str, label: str, value: float, *, metric: Measure = "accuracy") -> None:
-        """`name` is its field in status.json. A run is judged by the first measure that it is evaluated by."""
+        """Record an evaluation; `name` is its field in status.json. The first evaluation's measure decides the
+        verdict."""
         self.progress.tick()
         self.status["eval"].setdefault("metric", metric)
         self.status["eval"][name] = value
@@ -172,7 +173,7 @@ class Run:
         self._write_status()
 
     def synced(self, proof: Proof) -> None:
-        """A row of the ledger."""
+        """Write a row of the ledger."""
         self._ledger.write(asdict(proof))
 
     def attached(self, attachment: Mapping[str, Any]) -> None:
@@ -184,9 +185,9 @@ class Run:
         self._samples.write({"when": when, "version": version, "task": task, "messages": turns, "reward": reward})
 
     def note_option(self, option: str, requested: Any, engaged: bool, note: str = "") -> None:
-        """Every optimisation says whether it was had; under `strict`, one that was not ends the run.
+        """Report whether a requested option took effect. Under `strict`, an option that did not ends the run.
 
-        `note` says why not, or what it costs.
+        `note`: why it did not, or what it costs.
         """
         if engaged:
             self.event("option", option=option, requested=requested, engaged=True, note=note)
@@ -194,11 +195,11 @@ class Run:
         why_not = note
         self.event("option", option=option, requested=requested, engaged=False, why_not=why_not)
         if self._strict:
-            raise SpecError(f"{option} = {requested}: cannot be had, {why_not}; ask for less, or set strict = false")
+            raise SpecError(f"{option} = {requested}: is not available, {why_not}; change it, or set strict = false")
         self.view.say(f"   {option} = {requested}: not engaged, {why_not}")
 
     def warn(self, text: str) -> None:
-        """On the terminal and in log.txt. On any thread."""
+        """Print a warning and log it. Call it on any thread."""
         _log.warning("%s", text)
         self.view.say(f"   {text}")
 
@@ -208,17 +209,17 @@ class Run:
         self._write_status()
 
     def _stalled(self, sign: Sign, quiet_s: float) -> None:
-        """On the watchdog's thread, which moves nothing on."""
+        """Report a stall. Runs on the watchdog's thread, so it must not advance the progress counter."""
         seen = {"in": sign.stage, "after_step": sign.step, "quiet_s": round(quiet_s, 1), "limit_s": sign.limit_s}
         self.event("stalled", **seen, stacks=STACKS)
         logging.getLogger(__name__).warning("no progress for %.0f s in stage %s: %s", quiet_s, sign.stage, STACKS)
 
     def _cut_back(self, sizes: Mapping[str, int]) -> int:
-        """Rows of steps that will be made again go; events stay, all of them. Returns the last event's number."""
+        """Cut off the rows of steps that will be repeated; keep all events. Return the last event's number."""
         for name in _FILES[:3]:
             path = self.directory / f"{name}.jsonl"
             if not cut_back(path, sizes.get(name, 0)):
-                _log.warning("%s: is shorter than the checkpoint says; it goes on with a gap", path)
+                _log.warning("%s: is shorter than the checkpoint says; rows are missing", path)
         events = self.directory / "events.jsonl"
         cut_back(events)
         return max((int(row.get("number", 0)) for row in salvage_jsonl(events).rows.values()), default=0)

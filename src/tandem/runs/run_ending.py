@@ -1,4 +1,4 @@
-"""What a run's directory says of how it ended, and of what came out."""
+"""Read from a run's directory how it ended, and its final digests."""
 
 from __future__ import annotations
 
@@ -22,34 +22,36 @@ from tandem.types import MEASURED
 
 def spec_of(directory: Path) -> RunSpec:
     if not (directory / "spec.toml").exists():
-        raise RunError(f"{directory}: no run was begun here (there is no spec.toml); `tandem train SPEC` begins one")
+        raise RunError(f"{directory}: is not a run (it has no spec.toml); `tandem train SPEC` starts one")
     return load_spec(directory / "spec.toml")
 
 
 def finished(directory: Path) -> Mapping[str, Any] | None:
-    """Its status, if it succeeded."""
+    """Return the status of a run that succeeded; otherwise None."""
     try:
         status = read_json(directory / "status.json")
         if not isinstance(status, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise RunError(
-            f"{directory}: its status.json cannot be read: {error}; move it away, and `tandem resume {directory}` goes "
-            "on from the last checkpoint"
+            f"{directory}: its status.json cannot be read: {error}; move it away, and `tandem resume {directory}` "
+            "continues from the last checkpoint"
         ) from error
     told = cast("dict[str, Any]", status)
     return told if told.get("state") == "succeeded" else None
 
 
 def digest_run(directory: str | Path) -> dict[str, str]:
-    """SHA-256 of the final weights (adapters, if those are trained), of the optimizer, and of the loss log without its
-    timings. Equal for equal runs, whatever was killed on the way."""
+    """Return SHA-256 hashes of the final weights (or adapters), the optimizer state, and the loss log without timings.
+    They are equal for equal runs, even if one was killed and resumed."""
     directory = Path(directory)
     spec = spec_of(directory)
     if finished(directory) is None:
-        raise RunError(f"{directory}: did not succeed, so nothing in it is final; `tandem resume {directory}` goes on")
+        raise RunError(
+            f"{directory}: did not succeed, so it has no final weights; `tandem resume {directory}` continues it"
+        )
     if not spec.checkpoint.every:
         raise RunError(f"{directory}: checkpoint.every = 0: its optimizer was never saved, so there is no digest")
     shelf = Checkpoints(directory)
@@ -72,7 +74,8 @@ def _log_digest(metrics: Path) -> str:
 
 
 def say_failed(directory: Path, status: Mapping[str, Any], failure: Failure, why: str) -> None:
-    """Of a run that no process has open and whose status does not say how it ended. The caller holds the lease."""
+    """Mark a run as failed if no process has it open and its status does not say how it ended. The caller holds the
+    lease."""
     if status.get("state") in ("queued", "running"):
         told = {"state": "failed", "error": why, "failure": failure.row()}
         atomic_write.write_json(directory / "status.json", {**status, **told})

@@ -1,4 +1,4 @@
-"""Calls to others' storage: tried again within bounds, as late as the server asks."""
+"""Retry calls to storage services, with limits on time and attempts; Retry-After is respected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.io.retry_after import retry_after_s
 
 T = TypeVar("T")
 _COMES_RIGHT = (408, 409, 425, 429)
-"""Of the answers that blame the request: the same one may be taken later."""
+"""Statuses from 400 to 499 after which the same request may succeed later."""
 _log = logging.getLogger(__name__)
 
 
@@ -25,11 +25,11 @@ class Limits:
     concurrency: int = 4
     bytes_in_flight: int = 64 * 2**20
     timeout_s: float = 600.0
-    """For one artifact."""
+    """Seconds for one artifact."""
     tries: int = 8
-    """Of one call."""
+    """Attempts of one call."""
     backoff_s: float = 0.5
-    """Before the second try; then twice as long each time, and up to half of it more by chance."""
+    """Wait before the second attempt. It doubles each time, and up to half of it is added at random."""
     longest_wait_s: float = 60.0
 
     def uploads_at_once(self, buffer_bytes: int) -> int:
@@ -37,7 +37,7 @@ class Limits:
 
 
 def tried(do: Callable[[], T], limits: Limits, deadline: float, what: str, stop: threading.Event | None = None) -> T:
-    """Its answer. ArtifactError, which names the last failure, when tries or time are over; `stop` gives up at once."""
+    """Call `do`, with retries, and return its result. ArtifactError names the last failure; `stop` ends the waits."""
     stop = stop or threading.Event()
     for attempt in range(1, limits.tries + 1):
         try:
@@ -53,12 +53,12 @@ def tried(do: Callable[[], T], limits: Limits, deadline: float, what: str, stop:
                 raise ArtifactError(f"{told} (tried {attempt} times)") from error
             _log.info("%s; again in %.1f s", told, wait)
             if stop.wait(wait):
-                raise ArtifactError(f"{what}: given up, as another file of it failed") from error
+                raise ArtifactError(f"{what}: given up, because another file of the artifact failed") from error
     raise AssertionError("a loop over at least one try returns or raises")
 
 
 def _is_hopeless(error: Exception) -> bool:
-    """Refused for what it is: the same request would be refused again."""
+    """Return whether a retry would fail in the same way."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     refused = isinstance(status, int) and 400 <= status < 500 and status not in _COMES_RIGHT
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EROFS, errno.ELOOP, errno.EINVAL):
@@ -78,7 +78,7 @@ def _wait(error: Exception, attempt: int, limits: Limits) -> float:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """Seconds that the server asked for, in an error of whichever client, or in what caused it."""
+    """Return the seconds of a Retry-After header in an error of any client library, or in its causes."""
     for each in _causes(error):
         for headers in _headers(each):
             for name, value in headers.items():

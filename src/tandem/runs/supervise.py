@@ -1,10 +1,10 @@
-"""A parent that starts a run again when what ended it may pass: `tandem train SPEC --supervise`.
+"""Run a run in a child process and restart it after transient failures: `tandem train SPEC --supervise`.
 
-consumes: ends of the run's process   waits for: the process, or a stall that it judges on its own clock
-produces: attempts.jsonl, a row for each end: how, which class and rule, what was done
+consumes: exits of the run's process   waits for: the process to exit, or a stall by the supervisor's own clock
+produces: attempts.jsonl, with a row per exit: exit code, failure class and rule, what was done next
 
-The process is on a leash (io/leash.py): it does not outlive this one. SIGTERM and Ctrl-C are passed on, and nothing is
-started again after them.
+The process is on a leash (io/leash.py), so it ends with the supervisor. SIGTERM and Ctrl-C are passed on to it, and it
+is not restarted after them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tandem.runs.run_ending import say_failed
 from tandem.spec.load import load_spec, parse_spec, to_toml
 
 ATTEMPTS, _SUPERVISOR = "attempts.jsonl", "supervisor.json"
-_TAIL_LINES = 200  # of what it wrote on stderr: there native code leaves its last words
-_STACKS_S = 1.0  # for the stacks to be written after SIGUSR1
+_TAIL_LINES = 200  # of stderr, where native code writes its last messages
+_STACKS_S = 1.0  # time to write the stacks after SIGUSR1
 _POLL_S = 0.2
 _LEAST_MICRO_TOKENS = 256
 _MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -43,11 +43,11 @@ _MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Restarts for a class of failures, until a step is reached that none has reached before."""
+    """Restarts for a class of failures. The count starts again when the run reaches a new step."""
 
     restarts: int
     wait_s: float
-    """Before the first; doubled for each further one."""
+    """Seconds before the first restart; doubled for each further one."""
     longest_wait_s: float
 
     def wait(self, restart: int) -> float:
@@ -67,10 +67,10 @@ _RENEWED: frozenset[FailureClass] = frozenset({"infra_retriable", "preempted", "
 @dataclass(frozen=True, slots=True)
 class _ChildExit:
     code: int
-    """Above 128: the signal that ended it, and 128."""
+    """Above 128: 128 plus the number of the signal that ended it."""
     text: str
     stalled: str = ""
-    """What was seen, if it was ended because it stood still."""
+    """What was observed, if the supervisor ended it because it stalled."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Supervisor:
     """The command that resumes it, once the directory is a run."""
     directory: Path
     smaller: Callable[[], str] = lambda: ""
-    """Halves the micro-batch and says what it did; empty if it cannot be smaller."""
+    """Halves the micro-batch and returns what it changed; empty if it cannot be smaller."""
     say: Callable[[str], None] = print
     budgets: Mapping[FailureClass, Budget] = field(default_factory=lambda: BUDGETS)
     _asked: int = 0
@@ -90,7 +90,8 @@ class Supervisor:
     _unwritten: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def run(self) -> int:
-        """The exit code of the last attempt; of one that failed, its class's."""
+        """Run until success or until no restart is left. Return the last exit code; after a failure, its class's
+        code."""
         spent: dict[FailureClass, int] = {}
         furthest = attempt = 0
         with self._signals(), self._named():
@@ -117,7 +118,7 @@ class Supervisor:
                     return 128 + self._asked
 
     def _decide(self, failure: Failure, spent: dict[FailureClass, int]) -> tuple[str, float]:
-        """What is done now, in words, empty for nothing; and how long to wait before."""
+        """Return a text that says how the run is restarted (empty: it is not), and the seconds to wait before."""
         name = failure.failure_class
         budget = self.budgets.get(name)
         if not failure.retriable or budget is None or spent.get(name, 0) >= budget.restarts:
@@ -147,27 +148,27 @@ class Supervisor:
                 self._leash.send_signal(signal.SIGTERM)
             stalled = self._watch(self._leash)
         finally:
-            os.close(ours)  # what still runs ends now
+            os.close(ours)  # the leash then ends what still runs
             code = self._leash.wait()
         pump.join(timeout=5)
         return _ChildExit(code if code >= 0 else 128 - code, "".join(tail), stalled)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> str:
-        """Until it ends, or stands still; says what was seen then."""
+        """Wait until the process ends or stalls; return what was observed at a stall, else an empty text."""
         observer, named = Observer(), False
         while process.poll() is None:
             if not named and (self.directory / "spec.toml").exists():
-                with suppress(OSError):  # a full disk, for one; at the next look
+                with suppress(OSError):  # a full disk, for example; retried at the next look
                     atomic_write.write_json(self.directory / _SUPERVISOR, {"process": identity()})
                     named = True
             sign = read_sign(self.directory)
             if sign is not None and not is_there(sign.process):
-                sign = None  # an earlier attempt's
+                sign = None  # of an earlier attempt
             if not self._asked and observer.look(sign):
                 stage = sign.stage if sign is not None else "boot"
                 if sign is not None:
                     _ask_for_stacks(sign.process)
-                return f"no progress for {observer.quiet_s:.1f} s in stage {stage}; {STACKS} has what could be written"
+                return f"no progress for {observer.quiet_s:.1f} s in stage {stage}; {STACKS} may have the stacks"
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
         return ""
@@ -198,15 +199,22 @@ class Supervisor:
         if failure is not None:
             row |= {"failure": failure.row()}
         self._unwritten.append(row)
-        if (self.directory / "spec.toml").exists():  # before that the directory is to stay empty: the run begins it
-            with suppress(OSError), JsonlWriter(self.directory / ATTEMPTS) as writer:  # on a full disk: with the next
+        if (
+            self.directory / "spec.toml"
+        ).exists():  # before that the directory must stay empty, because the run creates it
+            with (
+                suppress(OSError),
+                JsonlWriter(self.directory / ATTEMPTS) as writer,
+            ):  # on a full disk: written with the next row
                 while self._unwritten:
                     writer.write(self._unwritten[0])
                     del self._unwritten[0]
 
     def _conclude(self, failure: Failure) -> None:
-        """A process that was killed could not say how it ended."""
-        with suppress(OSError, RunError, NoRoom):  # another process works on it; or the disk is full: it was said
+        """Write the failure to status.json if the process could not, because it was killed."""
+        with suppress(
+            OSError, RunError, NoRoom
+        ):  # another process works on the run, or the disk is full, which was reported
             lease = DirectoryLease(self.directory)
             try:
                 say_failed(self.directory, self._status(), failure, f"{failure.failure_class}: {failure.next}")
@@ -215,7 +223,7 @@ class Supervisor:
 
     @contextmanager
     def _named(self) -> Generator[None]:
-        """`tandem watch` knows by this that a run which ended may be started again."""
+        """Keep a file that names this supervisor: it tells `tandem watch` that the run may be restarted."""
         other = supervisor_of(self.directory)
         if is_there(other) and other != identity():
             raise RunOwned(
@@ -244,18 +252,18 @@ class Supervisor:
 
 
 def supervisor_of(directory: Path) -> str:
-    """The process (io/process_identity.py) that starts this run again; empty if there is none."""
+    """Return the identity (io/process_identity.py) of the process that supervises this run; empty if there is none."""
     return str(_read_json(directory / _SUPERVISOR).get("process", ""))
 
 
 def supervise_run(directory: str | Path, spec: str | Path | None = None, overrides: Sequence[str] = ()) -> int:
-    """Begin the run of a spec's file in `directory`, or go on with the one that is there, in a process of its own that
-    is started again after transient failures. Return the exit code."""
+    """Start the run of a spec file in `directory`, or resume the run there, in a child process that is restarted after
+    transient failures. Return the exit code."""
     run_dir = Path(directory)
     from_here = {"", os.getcwd()} & set(sys.path)  # modules of this directory are importable under `python -m tandem`
     tandem = [sys.executable, *([] if from_here else ["-P"]), "-m", "tandem"]
     if spec is None:
-        load_spec(run_dir / "spec.toml")  # refused here and now, and not by a child
+        load_spec(run_dir / "spec.toml")  # refuse a wrong spec before a child starts
         begin: Sequence[str] = ()
     else:
         refuse_used(run_dir)
@@ -267,10 +275,10 @@ def supervise_run(directory: str | Path, spec: str | Path | None = None, overrid
 
 
 def smaller_micro_batch(directory: Path) -> str:
-    """Halves micro_tokens in the run's spec.toml, or takes what its plan says fits if that is less; says so, or is
-    empty if that cannot be.
+    """Halve micro_tokens in the run's spec.toml, or set what its plan says fits if that is less. Return a text about
+    the change; empty if it cannot be smaller.
 
-    Every optimizer step is of the same samples as before, in more pieces; sums of floats may differ in their last bits.
+    Every optimizer step has the same samples as before, in more micro-batches; sums may differ in their last bits.
     """
     path = directory / "spec.toml"
     raw = load_spec(path).model_dump(mode="json", exclude_none=True)
@@ -283,11 +291,11 @@ def smaller_micro_batch(directory: Path) -> str:
         half = stage["micro_tokens"] // 2
         stage["micro_tokens"] = planned if _LEAST_MICRO_TOKENS <= planned < half else half
     atomic_write.write_text(path, to_toml(parse_spec(raw)))
-    return f"train.micro_tokens {was} -> {stages[-1]['micro_tokens']}, each step of the same samples as before"
+    return f"train.micro_tokens {was} -> {stages[-1]['micro_tokens']}, each step with the same samples as before"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Empty if it is not there, or no object."""
+    """Read a JSON object; return an empty one if the file is missing or is not an object."""
     try:
         found = read_json(path)
     except (OSError, ValueError):
@@ -315,7 +323,7 @@ def _ask_for_stacks(process: str) -> None:
 
 
 def _oom_kills() -> int:
-    """Of this machine's or container's memory group, as the kernel counts them; 0 where it does not."""
+    """Return how many processes of this machine or container the kernel killed for memory; 0 if it does not say."""
     with suppress(OSError, ValueError):
         rows = dict(line.split() for line in _MEMORY_EVENTS.read_text(encoding="ascii").splitlines())
         return int(rows.get("oom_kill", 0))

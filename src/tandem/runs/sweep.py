@@ -1,4 +1,4 @@
-"""What several seeds of one spec say together: the luck of training, which one run cannot show."""
+"""Combine the results of several seeds of one spec, to show the variance of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.types import Measure
 
 @dataclass(frozen=True, slots=True)
 class SeedResult:
-    """One run of a sweep, as its status.json has it."""
+    """One run of a sweep, from its status.json."""
 
     seed: int
     directory: str
@@ -27,7 +27,7 @@ class SeedResult:
     before: float | None = None
     after: float | None = None
     interval: tuple[float, float] | None = None
-    """Of after minus before, over this run's held-out tasks."""
+    """Interval of after minus before, over this run's held-out tasks."""
     verdict: str = ""
     seconds: float = 0.0
     error: str = ""
@@ -41,12 +41,12 @@ class SeedResult:
 class Spread:
     mean: float
     std: float | None
-    """Of one seed, with n - 1; None of a single one."""
+    """Standard deviation over seeds, with n - 1; None for a single seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`interval` is a t-interval: where the mean difference of ever more seeds would lie."""
+    """The combined result. `interval`: the t-interval of the mean difference over seeds."""
 
     directory: Path
     metric: Measure
@@ -78,14 +78,14 @@ def read_seed(directory: Path, seed: int) -> tuple[SeedResult, Mapping[str, Any]
 def summarise(
     directory: Path, seeds: Sequence[SeedResult], statuses: Sequence[Mapping[str, Any]], confidence: float
 ) -> Sweep:
-    """`statuses`: of the seeds that succeeded. Those that failed are counted, and have no part in the numbers."""
+    """Combine the seeds. `statuses`: of those that succeeded; failed seeds are counted, but not in the numbers."""
     metric: Measure = measure_of(statuses[0]) if statuses else "accuracy"
     judged = [each for each in seeds if each.state == "succeeded" and each.difference is not None]
     differences = [each.after - each.before for each in judged if each.after is not None and each.before is not None]
     tasks = _least("tasks", statuses)
-    resolution = 1 / tasks if metric == "accuracy" and tasks else 0.0  # accuracy over n tasks comes in steps of 1/n
+    resolution = 1 / tasks if metric == "accuracy" and tasks else 0.0  # accuracy over n tasks is a multiple of 1/n
     bounds = _interval(differences, confidence, resolution) if len(differences) > 1 else None
-    word, why = ("undecided", f"{len(judged)} judged seed{'s' * (len(judged) != 1)}; a spread takes two")
+    word, why = ("undecided", f"{len(judged)} judged seed{'s' * (len(judged) != 1)}; an interval needs two")
     if bounds is not None:
         margin = _least("margin", statuses)
         word, why = decide(bounds, margin, tasks=int(tasks), confidence=confidence, measure=metric)
@@ -105,7 +105,7 @@ def summarise(
 
 
 def table(sweep: Sweep) -> str:
-    """Markdown: a row a seed, then what they say together."""
+    """Return a Markdown table with a row per seed, then the conclusion."""
     lines = [
         f"| seed | {sweep.metric} before | after | after - before | of its tasks | verdict |",
         "|---|---|---|---|---|---|",
@@ -138,7 +138,8 @@ def conclusion(sweep: Sweep) -> str:
 
 
 def _interval(differences: Sequence[float], confidence: float, resolution: float) -> tuple[float, float]:
-    # Equal differences of two seeds are no proof of no spread where they come in steps: a step's own is the least.
+    # Accuracy is a multiple of 1/n, so two equal differences do not prove a spread of 0: rounding alone has this
+    # spread.
     std = max(statistics.stdev(differences), resolution / math.sqrt(12))
     half = t_quantile((1 + confidence) / 2, len(differences) - 1) * std / math.sqrt(len(differences))
     mean = statistics.fmean(differences)
@@ -146,7 +147,7 @@ def _interval(differences: Sequence[float], confidence: float, resolution: float
 
 
 def _least(field: str, statuses: Sequence[Mapping[str, Any]]) -> float:
-    """Of a number in `eval`; 0 where a run has none."""
+    """Return the least value of a number in `eval`; a run without it counts as 0."""
     return min((number(status.get("eval", {}).get(field)) or 0.0 for status in statuses), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind, into its artifact store: on a thread of its own, reported, never the run's failure."""
+"""Upload a run's files to its artifact store, on a separate thread. A failed upload is reported; it fails no run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _RESULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """How one ended."""
+    """How one upload ended."""
 
     name: str
     state: Literal["published", "failed"]
@@ -53,7 +53,7 @@ class Upload:
 
 
 class Uploads:
-    """One after the other, on a thread that the process does not wait for."""
+    """Uploads one artifact after the other, on a daemon thread."""
 
     def __init__(self, store: ArtifactStore) -> None:
         self._store = store
@@ -65,19 +65,20 @@ class Uploads:
         self._thread.start()
 
     def begin(self, name: str, source: Path, *, only: Sequence[str] = ()) -> None:
-        """Returns at once. `source` is a file or a directory that does not change any more."""
+        """Queue an upload and return at once. `source`: a file or directory that no longer changes."""
         with self._lock:
             self._pending.append(name)
         self._asked.put((name, source, only))
 
     def ended(self) -> list[Upload]:
-        """Since this was asked before."""
+        """Return the uploads that ended since the last call."""
         with self._lock:
             done, self._done = self._done, []
             return done
 
     def finish(self, timeout_s: float) -> list[Upload]:
-        """All that `ended` has not told of; those that are not there in time have failed. Nothing can be begun then."""
+        """Wait; return the uploads that `ended` has not returned. Late ones count as failed. No upload may begin
+        later."""
         self._asked.put(None)
         self._thread.join(timeout_s)
         with self._lock:
@@ -93,7 +94,7 @@ class Uploads:
 
 
 class CheckpointUploads:
-    """While a run goes on its checkpoints go up, one at a time. One that is overtaken while it waits stays behind."""
+    """Uploads checkpoints during a run, one at a time. A newer checkpoint replaces one that waits for its upload."""
 
     def __init__(self, run_dir: Path, spec: ArtifactsSpec) -> None:
         self._run_dir, self._timeout_s = run_dir.absolute(), spec.timeout_s
@@ -103,12 +104,12 @@ class CheckpointUploads:
         self._under_way = self._next = -1
 
     def saved(self, version: int) -> None:
-        """Of the run's own thread, as all of these."""
+        """Queue a checkpoint. All methods must be called on the run's thread."""
         self._next = version
         self._go_on()
 
     def held(self) -> set[int]:
-        """Versions whose directories must stay where they are."""
+        """Return the versions whose directories must not be removed yet."""
         return {self._under_way, self._next} - {-1}
 
     def ended(self) -> list[Upload]:
@@ -132,8 +133,8 @@ class CheckpointUploads:
 def push_artifacts(
     run_dir: str | Path, spec: ArtifactsSpec | None = None, *, url: str = "", timeout_s: float = math.inf
 ) -> list[Upload]:
-    """Upload what `[artifacts]` of a run names, or what of it is not there yet; events.jsonl and status.json say how
-    that went, if the run has ended. `url` takes the place of the spec's; `timeout_s`, of its own, if that is longer."""
+    """Upload what the run's `[artifacts]` table names and the store lacks. If the run has ended, write the results to
+    events.jsonl and status.json. `url` replaces the spec's; `timeout_s` can only shorten the spec's timeout."""
     run_dir = Path(run_dir)
     status = read_status(run_dir)
     spec = spec or _spec_of(run_dir, url)
@@ -148,7 +149,7 @@ def push_artifacts(
         for name, source, only in _parts(run_dir, spec):
             uploads.begin(name, source, only=only)
         done = uploads.finish(timeout_s)
-    if status.get("state") not in ("queued", "running"):  # its files are another process's to write
+    if status.get("state") not in ("queued", "running"):  # another process writes its files
         _report(run_dir, url or spec.url, done, dict(status))
     return done
 
@@ -157,12 +158,12 @@ def _spec_of(run_dir: Path, url: str) -> ArtifactsSpec:
     raw = read_toml(run_dir / "spec.toml")
     table = raw.get("artifacts") or ({"url": url} if url else None)
     if table is None:
-        raise ArtifactError(f"{run_dir}: its spec has no [artifacts]; say where to with --url")
+        raise ArtifactError(f"{run_dir}: its spec has no [artifacts]; name a store with --url")
     return ArtifactsSpec.model_validate(table)
 
 
 def _parts(run_dir: Path, spec: ArtifactsSpec) -> list[tuple[str, Path, Sequence[str]]]:
-    """Name, directory, and which of its members; results last, as they say the most when the rest is done."""
+    """Return name, directory and members of each artifact. Results are last, when the other uploads are done."""
     found: list[tuple[str, Path, Sequence[str]]] = []
     if "checkpoints" in spec.what:
         steps = sorted((run_dir / "checkpoints").glob("step-*"))

@@ -1,9 +1,9 @@
-"""Did it get better? A paired bootstrap over the tasks that were played before and after.
+"""Judge whether a model improved: a paired bootstrap over the tasks that were played before and after.
 
-improved, worse   the interval of the mean change leaves out 0
-unchanged         it holds 0, and shows that no change that matters took place: it lies within the margin, and there are
-                  enough tasks that such a change would have been among them
-undecided         anything else: these tasks cannot tell
+improved, worse   the interval of the mean change does not contain 0
+unchanged         the interval contains 0 and lies within the margin, and there are enough tasks that a change of 5 % of
+                  all tasks would show
+undecided         anything else: there are too few tasks, or the interval is too wide
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Word = Literal["improved", "unchanged", "worse", "undecided"]
 RESAMPLES = 4000
 _BLOCK = 2_000_000  # drawn indices held in memory at once
 _SHARE = 0.05
-"""Of the tasks: a change that concerns fewer is not looked for. So `unchanged` allows accuracy to move by so much."""
+"""Share of the tasks; smaller changes are ignored. So `unchanged` allows accuracy to change by this much."""
 _SMALL_EFFECT = 0.2
-"""In standard deviations of the scores (Cohen's d): what `unchanged` allows a loss or a reward to move."""
+"""Change of a loss or reward that `unchanged` allows, in standard deviations of the scores (Cohen's d)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`difference` and `interval` are after minus before, whichever direction is the better one."""
+    """A verdict. `difference` and `interval` are always after minus before, also for a loss."""
 
     verdict: Word
     before: float
@@ -39,12 +39,12 @@ class Verdict:
     confidence: float
     tasks: int
     margin: float
-    """`unchanged` takes an interval within plus or minus this."""
+    """For `unchanged`, the interval must lie within plus or minus this."""
     why: str = ""
     """Why it is undecided."""
 
     def evaluation(self) -> dict[str, Any]:
-        """What status.json says of it, beside the numbers that were compared."""
+        """Return the fields for status.json, besides the compared numbers."""
         told = {"tasks": self.tasks, "interval": list(self.interval), "confidence": self.confidence}
         return told | {"margin": self.margin} | ({"why": self.why} if self.why else {})
 
@@ -52,7 +52,7 @@ class Verdict:
 def judge(
     before: Sequence[float], after: Sequence[float], *, confidence: float, measure: Measure, seed: int = 0
 ) -> Verdict:
-    """One number per task, in the same order both times: pairing takes the tasks' own difficulty out of the noise."""
+    """Compare one number per task, in the same order both times: pairing removes the noise of the tasks' difficulty."""
     import numpy as np
 
     if len(before) != len(after) or not before:
@@ -82,33 +82,34 @@ def judge(
 def decide(
     interval: tuple[float, float], margin: float, *, tasks: int, confidence: float, measure: Measure
 ) -> tuple[Word, str]:
-    """The word for an interval of after minus before, and why it is undecided."""
+    """Return the verdict for an interval of after minus before, and why it is undecided."""
     low, high = interval
     if why := too_few(tasks, confidence):
         return "undecided", why
     if low > 0.0 or high < 0.0:
         return ("improved" if (low > 0.0) == (measure != "loss") else "worse"), ""
     if tasks < (enough := _enough_for_unchanged(confidence)):
-        return "undecided", f"the interval holds 0, and `unchanged` takes {enough} held-out examples, not {tasks}"
+        return "undecided", f"the interval contains 0, and `unchanged` needs {enough} held-out examples, not {tasks}"
     if not -margin <= low <= high <= margin:
         allowed = f"{margin * 100:g} points" if measure == "accuracy" else f"{margin:.3g}"
-        return "undecided", f"the interval holds 0, and is wider than the ±{allowed} of `unchanged`"
+        return "undecided", f"the interval contains 0, and is wider than the ±{allowed} of `unchanged`"
     return "unchanged", ""
 
 
 def too_few(tasks: int, confidence: float) -> str:
-    """Why no change at all can show in so many tasks; empty if it can."""
+    """Return why so few tasks cannot show any change; empty if they can."""
     needed = next(count for count in range(1, 1000) if not _by_chance(count, confidence))
     if tasks >= needed:
         return ""
     return (
-        f"{tasks} held-out examples are too few for a verdict: at {confidence * 100:g} % confidence it takes {needed}"
+        f"{tasks} held-out examples are too few for a verdict: at {confidence * 100:g} % confidence it needs {needed}"
     )
 
 
 @cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """Of Student's t. With x = sqrt(degrees) tan(angle) its distribution is the integral of a power of the cosine."""
+    """Return a quantile of Student's t. With x = sqrt(degrees) tan(angle), its distribution function is the integral of
+    a power of the cosine."""
     factor = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
 
     def below(angle: float, pieces: int = 400) -> float:
@@ -124,7 +125,7 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def _interval(changes: Sequence[float], confidence: float, seed: int) -> tuple[float, float]:
-    """Percentile bootstrap of the mean change, as wide as Student's t asks where there are few."""
+    """Return the percentile bootstrap interval of the mean change, widened for few tasks as Student's t is."""
     import numpy as np
 
     changes_N = np.asarray(changes)
@@ -144,22 +145,22 @@ def _interval(changes: Sequence[float], confidence: float, seed: int) -> tuple[f
 
 
 def _tail(count: int, confidence: float) -> float:
-    """Of the bootstrap's means on either side. Of few numbers they spread too little: by sqrt((n - 1) / n), and by what
-    t is above the normal (the expanded percentile interval: Hesterberg, What Teachers Should Know about the Bootstrap,
-    2015)."""
+    """Return the share of the bootstrap's means to cut off at each side. With few numbers the means spread too little:
+    by sqrt((n - 1) / n), and by the ratio of t to the normal. This widens the interval (the expanded percentile
+    interval: Hesterberg, What Teachers Should Know about the Bootstrap, 2015)."""
     if count < 2:
         return 0.0
     return NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile((1 + confidence) / 2, count - 1))
 
 
 def _by_chance(changed: int, confidence: float) -> bool:
-    """Whether so many changed tasks may all have gone one way by chance: its probability is 2 ** (1 - m).
+    """Return whether chance may explain that all m changed tasks changed the same way: the probability is 2 ** (1 - m).
 
-    The bootstrap does not know this: three tasks that all changed by 1 would give it the interval [1, 1].
+    The bootstrap ignores this: three tasks that all changed by 1 would have the interval [1, 1].
     """
     return 2.0 ** (1 - changed) > 1 - confidence
 
 
 def _enough_for_unchanged(confidence: float) -> int:
-    """So many tasks that one in twenty of all would be among them: 59 at 95 % (the rule of three)."""
+    """Return how many tasks are needed to see a change of one task in twenty: 59 at 95 % (the rule of three)."""
     return math.ceil(math.log(1 - confidence) / math.log(1 - _SHARE))

@@ -1,4 +1,4 @@
-"""A run seen from another terminal: `tandem watch DIR`. It only reads, and goes on when the run is resumed."""
+"""Watch a run from another terminal: `tandem watch DIR`. It only reads, and continues when the run is resumed."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def watch_run(
 
 
 def look(run_dir: Path, observer: Observer | None = None) -> Row:
-    """One sight of a run, as `--json` prints it. Whether it moves takes an observer that looks again and again; else
-    `liveness` is `there` for a process that is there."""
+    """Return the state of a run, as `--json` prints it. Only with an observer, called repeatedly, does `liveness` say
+    whether the run makes progress; without one it is `there` if the process exists."""
     status = read_status(run_dir)
     sign = read_sign(run_dir)
     there = sign is not None and is_there(sign.process)
@@ -89,7 +89,7 @@ def _liveness(state: str, *, there: bool, stands: bool, looked: bool) -> str:
 
 
 class _AlreadyPrinted:
-    """What was told already."""
+    """Remembers what was printed, so that `lines` yields only what is new."""
 
     def __init__(self) -> None:
         self._event = 0
@@ -134,8 +134,8 @@ def _place(sight: Row) -> str:
 
 def _state(sight: Row) -> Iterator[str]:
     more = {
-        "gone": f"its process is gone; `tandem resume {sight['run']}` goes on",
-        "stalled": f"no progress for {sight['quiet_s']} s, and its stage may take {sight['limit_s']:g} s"
+        "gone": f"its process is gone; `tandem resume {sight['run']}` continues it",
+        "stalled": f"no progress for {sight['quiet_s']} s; the limit of its stage is {sight['limit_s']:g} s"
         if sight["limit_s"]
         else "no progress",
     }.get(sight["liveness"], "")
@@ -153,7 +153,7 @@ def _event(event: Mapping[str, Any]) -> str:
 
 
 def _tail(path: Path, count: int) -> list[Row]:
-    """The last whole rows; what is torn or damaged is left out."""
+    """Return the last complete rows; cut or damaged ones are skipped."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, token-exact: each turn follows the ids that were sampled, never their text."""
+"""Chat in the terminal. Each turn follows the sampled token ids of the last, so nothing is tokenised again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def chat_loop(
     ask: Callable[[str], str] = input,
     tell: Callable[[str], None] = _print,
 ) -> None:
-    """Until /exit, the end of the input, or Ctrl-C at the prompt."""
+    """Chat until /exit, the end of the input, or Ctrl-C at the prompt."""
     sampling = sampling or Sampling(max_tokens=512, temperature=0.7)
     ids: list[int] = []
     tell(HELP)
@@ -66,11 +66,11 @@ async def chat_loop(
         prompt = _next_prompt(renderer, ids, said, system)
         room = context - len(prompt)
         if room < 1:
-            tell(f"({len(prompt)} tokens do not fit into a context of {context}; /reset, or say less)\n")
+            tell(f"({len(prompt)} tokens do not fit into a context of {context}; use /reset, or write less)\n")
             continue
         asked = replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=sampling.seed + len(prompt))
         completion = await _reply(engine, renderer, prompt, asked, tell)
-        # A turn that was stopped half-way leaves no trace: the conversation goes on from before it.
+        # A stopped turn is removed from the conversation.
         ids = prompt + completion.ids if completion else ids
 
 
@@ -107,10 +107,10 @@ async def _reply(
 
 @contextlib.contextmanager
 def _plain_ctrl_c() -> Iterator[None]:
-    """asyncio turns the first Ctrl-C into a cancellation, which a blocking `input` would not notice."""
+    """Restore the usual Ctrl-C: asyncio turns it into a cancellation, which a blocking `input` would not notice."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    except ValueError:  # not the main thread: no signal comes here
+    except ValueError:  # not the main thread, which alone gets signals
         yield
         return
     try:

@@ -15,7 +15,7 @@ class LocalPath:
     """Mark a field that may hold a local path, relative to the directory that the command runs in."""
 
     kind: Literal["if there", "always", "file:Class"] = "if there"
-    """if there: a path only if it exists, else a hub id or a command. always: a path, also before it exists.
+    """if there: a path only if it exists, else a hub id or a command. always: a path, even before it exists.
     file:Class: the form of an environment's name."""
 
     def absolute(self, value: str) -> str:

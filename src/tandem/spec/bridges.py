@@ -26,25 +26,25 @@ class BridgeTraits:
     """What receives versions in the engine's process. module: the trainer's own module. memory: the engine's tensors,
     which the trainer maps. group: buckets over a process group. files: a directory."""
     restarts_engine: bool = False
-    """Each version starts the engine's process again."""
+    """Whether each version restarts the engine's process."""
     separate_gpus: bool = False
-    """Trainer and engine each need a GPU of their own, where they use GPUs."""
+    """Whether trainer and engine need different GPUs, if they use GPUs."""
 
     @property
     def single_copy(self) -> bool:
-        """An optimizer step changes what the engine serves."""
+        """Whether an optimizer step changes the weights that the engine serves."""
         return self.carries == "live"
 
     @property
     def in_process(self) -> bool:
-        """The engine is embedded in the trainer's process."""
+        """Whether the engine is embedded in the trainer's process."""
         return self.engine_end == "module"
 
     @property
     def shares_memory(self) -> bool:
-        """The trainer trains in the memory of one engine process, on one GPU. So that engine may not give its memory
-        away to sleep, weights in 16 bits need a master copy, and no gradient may be applied before a whole step is
-        known to be good."""
+        """Whether the trainer trains in the memory of one engine process, on one GPU. Such an engine may not free its
+        memory while it sleeps, 16-bit weights need a master copy, and no gradient may be applied before the whole step
+        is known to be good."""
         return self.engine_end == "memory"
 
 
@@ -61,19 +61,19 @@ BROADCAST = BridgeTraits(
     separate_gpus=True,
 )
 ADAPTER = BridgeTraits(
-    "adapter", "adapters alone, by files that any engine loads", "adapter", ("server", "vllm", "remote"), "files"
+    "adapter", "adapters only, as files that any engine can load", "adapter", ("server", "vllm", "remote"), "files"
 )
 ADAPTER_BROADCAST = BridgeTraits(
     "adapter_broadcast",
-    "adapters alone, straight to where the engine keeps them",
+    "adapters only, straight into the engine's adapter memory",
     "adapter",
     ("server", "vllm"),
     "group",
 )
-DISK = BridgeTraits("disk", "whole checkpoints by a file system that both see", "full", ("server", "vllm"), "files")
+DISK = BridgeTraits("disk", "whole checkpoints, as files that both can read", "full", ("server", "vllm"), "files")
 RESTART = BridgeTraits(
     "restart",
-    "a whole checkpoint, and the engine starts again: for any engine, and slow",
+    "a whole checkpoint, then an engine restart: for any engine, and slow",
     "full",
     ("server", "vllm"),
     "files",

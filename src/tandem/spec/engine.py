@@ -73,7 +73,7 @@ class VllmEngineSpec(_Process):
     eager: bool = False
     """true: no CUDA graphs; the engine starts sooner and decodes more slowly."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
-    """Numbers of the engine's GPUs, among those that the run sees; empty: all. With several replicas: either
+    """Numbers of the engine's GPUs, among the GPUs visible to the run; empty: all. With several replicas: either
     `tensor_parallel` GPUs that all replicas share, or `tensor_parallel` for each replica, in their order."""
     on_update: Literal["auto", OnUpdate] = "auto"
     """What happens to requests in flight when a version arrives. continue: they continue with the new weights and a

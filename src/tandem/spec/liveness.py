@@ -8,7 +8,8 @@ from tandem.spec.base import Spec
 
 
 class LivenessSpec(Spec):
-    """Limits for the run's progress counter. Only the working thread advances it, and the observer's clock is used."""
+    """Limits for the run's progress counter. Only the working thread advances it; the observer measures time on its own
+    clock."""
 
     setup_s: float = Field(default=3000.0, gt=0)
     """Most seconds without progress while loading, starting engines, compiling, evaluating, until a stage's first step.

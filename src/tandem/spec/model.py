@@ -36,8 +36,8 @@ class _ModelSpecBase(Spec):
     """Which activations are kept for the backward pass. keep: all. selective: matrix products and attention; the rest
     is recomputed. recompute: each layer's input only. offload: all, in the host's memory."""
     compile: bool = False
-    """With attention = "packed": compile the layers (torch.compile). This takes up to a minute at the start, and
-    seconds more at the first batch without shared prompts and at the first without a gradient."""
+    """With attention = "packed": compile the layers (torch.compile). This takes up to a minute at the start, and a few
+    seconds at the first batch without shared prompts and at the first batch without a gradient."""
     warm_start: Annotated[str | None, LocalPath()] = None
     """Weights to start from: a run's export, a checkpoint of the same shape, or an adapter. Left out: the model's own.
     """

@@ -36,8 +36,8 @@ class TeachSpec(Spec):
     max_steps: int = Field(default=1000, ge=1)
     """Most optimizer steps that a job may name."""
     known: float = Field(default=0.7, ge=0, lt=1)
-    """An `sft` job that names no steps ends as soon as every trained token has at least this probability; 0: after
-    `steps`."""
+    """An `sft` job that names no steps ends as soon as every trained token has at least this probability; 0: it
+    always takes `steps` steps."""
     batch_size: int = Field(default=32, ge=1)
     """Samples (or pairs, or groups) per step; replayed and ordinary samples are added to these."""
     max_samples: int = Field(default=4096, ge=1)
@@ -48,7 +48,7 @@ class TeachSpec(Spec):
     """Most tokens in one forward and backward pass."""
     context_grad: Literal["full", "none"] = "full"
     """none: the tokens before the first trained one have no gradient. This is cheaper and leaves the forward pass
-    unchanged, but the gradient lacks their part."""
+    unchanged, but the gradient lacks their contribution."""
     attempts: int = Field(default=3, ge=1, le=10)
     """A job fails after the trainer died this many times while it ran."""
 
@@ -112,7 +112,7 @@ class OnlineSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _kinds_left_out(cls, raw: Any) -> Any:
-        """Give tables without a kind the default one."""
+        """Set the default kind in tables that name none."""
         if not isinstance(raw, dict):
             return raw
         tables = cast("dict[str, Any]", raw)

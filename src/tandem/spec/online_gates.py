@@ -94,6 +94,6 @@ class UpdatesSpec(Spec):
     anchor_every: int = Field(default=16, ge=1)
     """Updates after which a version is written in full, with master weights and optimizer state."""
     anchor_share: float = Field(default=0.5, gt=0)
-    """Write it earlier once the updates since the last full version exceed this share of the weights' bytes."""
+    """Write a full version earlier, once the updates since the last one exceed this share of the weights' bytes."""
     keep: int = Field(default=64, ge=1)
     """Number of the newest versions to keep for rollback; older ones are deleted once none of these needs them."""

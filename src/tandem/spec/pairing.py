@@ -34,8 +34,8 @@ def check_sync(
         each, together = engine.tensor_parallel, engine.tensor_parallel * engine.replicas
         if len(engine.gpus) not in (each, together) or len(set(engine.gpus)) < len(engine.gpus):
             raise ValueError(
-                f"engine.gpus = {list(engine.gpus)}: tensor_parallel = {each} and replicas = {engine.replicas} take "
-                f"{together} different ones, or {each} that all replicas share"
+                f"engine.gpus = {list(engine.gpus)}: tensor_parallel = {each} and replicas = {engine.replicas} need "
+                f"{together} different GPUs, or {each} that all replicas share"
             )
     if isinstance(engine, VllmEngineSpec) and model.lora is not None and model.lora.rank > _VLLM_RANK:
         raise ValueError(
@@ -66,14 +66,14 @@ def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
     if isinstance(engine, RemoteEngineSpec):
         if engine.kind not in sync.traits.engines:
             raise ValueError(
-                f"sync.bridge = '{sync.bridge}': a server that is not ours (engine.kind = 'remote') loads adapters by "
-                "file and nothing else; choose 'adapter'"
+                f"sync.bridge = '{sync.bridge}': a remote server (engine.kind = 'remote') can only load adapters from "
+                "files; choose 'adapter'"
             )
         return
     if isinstance(engine, HfEngineSpec):
         return
     if engine.url and not engine.token_file:
-        raise ValueError(f"engine.url = '{engine.url}': it asks for a token; say where with engine.token_file")
+        raise ValueError(f"engine.url = '{engine.url}': needs a token; set engine.token_file to its file")
     if engine.url and engine.replicas > 1:
         raise ValueError(f"engine.replicas = {engine.replicas}: engine.url names one engine; leave one of them out")
     if sync.traits.restarts_engine and engine.url:
@@ -94,8 +94,8 @@ def _check_shared_memory(
     if isinstance(engine, VllmEngineSpec):
         if engine.sleep == "free":
             raise ValueError(
-                "engine.sleep = 'free': under sync.bridge = 'shared' the engine's weights are the trainer's own, and "
-                "cannot be given away; leave sleep out, or choose another bridge"
+                "engine.sleep = 'free': under sync.bridge = 'shared' the trainer uses the engine's weights, so their "
+                "memory cannot be freed; leave sleep out, or choose another bridge"
             )
         if engine.tensor_parallel > 1:
             raise ValueError(
@@ -109,8 +109,8 @@ def _check_shared_memory(
             )
     if model.lora is not None:
         raise ValueError(
-            "sync.bridge = 'shared': under [model.lora] the trainer's weights are no engine's; choose 'adapter' or "
-            "'adapter_broadcast'"
+            "sync.bridge = 'shared': with [model.lora] there is no single copy of weights and adapters; choose "
+            "'adapter' or 'adapter_broadcast'"
         )
     if isinstance(precision, Bfloat16Precision) and precision.master == "none":
         raise ValueError(
@@ -120,6 +120,6 @@ def _check_shared_memory(
     for name, stage in stages.items():
         if stage.gradient_release:
             raise ValueError(
-                f"{name}.gradient_release = true: bridge = 'shared' has one copy of the weights, and a step that turns "
-                "out bad would have moved some of what is served; leave one of them out"
+                f"{name}.gradient_release = true: bridge = 'shared' has one copy of the weights, so a failed step "
+                "would already have changed weights that are served; leave one of them out"
             )

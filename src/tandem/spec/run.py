@@ -93,7 +93,7 @@ class RlSpec(_RunSpecBase):
     @model_validator(mode="before")
     @classmethod
     def _kinds_left_out(cls, raw: Any) -> Any:
-        """Give tables without a kind the default one."""
+        """Set the default kind in tables that name none."""
         if not isinstance(raw, dict):
             return raw
         tables = cast("dict[str, Any]", raw)
@@ -152,12 +152,12 @@ class RlSpec(_RunSpecBase):
             )
         if getattr(self.sync, "backend", "") == "ipc" and not by_adapter:
             raise ValueError(
-                f"sync.backend = 'ipc': shared memory is one process's, and parallel.ranks = {ranks}; choose 'nccl' or "
-                "'gloo', or leave it out"
+                f"sync.backend = 'ipc': shared memory belongs to one process, and parallel.ranks = {ranks}; choose "
+                "'nccl' or 'gloo', or leave it out"
             )
         if isinstance(self.algorithm, DistillSpec):
             raise ValueError(
-                f"algorithm.kind = 'distill': its teacher is one process's, and parallel.ranks = {ranks}; set "
+                f"algorithm.kind = 'distill': its teacher runs in one process, and parallel.ranks = {ranks}; set "
                 "parallel.ranks = 1"
             )
         if isinstance(self.rollouts, AtroposRollouts):

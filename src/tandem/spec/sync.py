@@ -17,12 +17,12 @@ class _Sync(Spec):
     every: int = Field(default=1, ge=1)
     """Publish after every so many steps; at most train.max_lag + 1."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Within this time both ends must have connected, and the version must be proven."""
+    """Seconds within which both ends must connect and the version must be proven."""
     retries: int = Field(default=2, ge=0)
-    """How often a lost engine is attached again, for one version."""
+    """How often a lost engine may be attached again while one version is published."""
 
     def staged_bytes(self, moved: int) -> int:
-        """Return the GPU memory that a version of `moved` bytes takes on its way, beside the one that is served."""
+        """Return the GPU memory that a version of `moved` bytes takes during its transfer, beside the served one."""
         return moved if self.traits.carries == "adapter" else 0
 
 
@@ -72,12 +72,12 @@ class AdapterBroadcastSync(_Collective):
 
 
 class AdapterSync(_Sync):
-    """LoRA files in memory-backed storage, loaded over the engine's own interface under a new name each."""
+    """LoRA files in memory-backed storage, which the engine's own API loads under a new name for each version."""
 
     traits = bridges.ADAPTER
     bridge: Literal["adapter"] = "adapter"
     directory: str = ""
-    """Where the files are; left out, the machine's shared memory. Trainer and engine must both see it."""
+    """Directory of the files; left out: the machine's shared memory. Trainer and engine must both see it."""
 
 
 class DiskSync(_Sync):
@@ -86,18 +86,18 @@ class DiskSync(_Sync):
     traits = bridges.DISK
     bridge: Literal["disk"] = "disk"
     directory: str = ""
-    """Where checkpoints are; left out, inside the run. Trainer and engine must both see it."""
+    """Directory of the checkpoints; left out: inside the run. Trainer and engine must both see it."""
 
 
 class RestartSync(_Sync):
-    """A whole checkpoint, and the engine's process is started again from it: for any engine at all."""
+    """A whole checkpoint, from which the engine's process is restarted; works with any engine."""
 
     traits = bridges.RESTART
     bridge: Literal["restart"] = "restart"
     directory: str = ""
-    """Where checkpoints are; left out, inside the run. Trainer and engine must both see it."""
+    """Directory of the checkpoints; left out: inside the run. Trainer and engine must both see it."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """Within this time the engine must serve the version."""
+    """Seconds within which the engine must serve the version."""
 
 
 SyncSpec = Annotated[

@@ -1,4 +1,4 @@
-"""Chat to token ids, exactly once (layer 3): tokenizer, chat template, tool calls and thinking in streams.
+"""Turn chats into token ids, each turn once (layer 3): tokenizer, chat template, tool calls and thoughts in streams.
 
 Import `Renderer` from renderer.py.
 """

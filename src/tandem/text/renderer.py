@@ -1,8 +1,8 @@
-"""Chat to token ids, exactly once.
+"""Turn chats into token ids, each turn exactly once.
 
-A conversation is never rendered a second time: it is the opening prompt, the ids that were sampled, and the template's
-glue between turns. Rendering history again would change tokens that the policy has already been trained or sampled on
-(templates cut old thoughts, tokenizers merge across seams).
+A conversation is the opening prompt, the sampled ids, and the template's glue between turns; it is never rendered
+again. Rendering the history again would change tokens that the policy was sampled from or trained on: templates remove
+old thoughts, and tokenizers merge tokens across boundaries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SENTINEL = "Q7sentinelQ7"
 _PIECE_CHARS = 2**16
 
 Tools = Sequence[Mapping[str, Any]]
-"""What a conversation offers, each as JSON schema: `{"type": "function", "function": {"name", "parameters", ...}}`."""
+"""The tools of a conversation, as JSON schemas: `{"type": "function", "function": {"name", "parameters", ...}}`."""
 
 
 class Renderer:
@@ -40,24 +40,24 @@ class Renderer:
                 "cannot be sampled; use a template that writes the end-of-turn token after the assistant's content"
             )
         self.end_id: int = closing[0]
-        """What the template writes after the assistant's last word."""
+        """The template's text after the assistant's last word."""
         self.end_ids: frozenset[int] = frozenset({self.end_id, tokenizer.eos_token_id} - {None})
         self._opens_thought = self._render([{"role": "user", "content": "."}], True).rstrip().endswith(THINK)
         mark = self.encode(END_THINK)
         self._end_think_id = mark[0] if len(mark) == 1 else None
         if thinking and END_THINK not in self.decode(mark):
             raise TemplateError(
-                f"model.thinking = true: {END_THINK} is a special token of this tokenizer, so no thought would be "
-                "seen to end; set model.thinking = false, or make it an ordinary added token"
+                f"model.thinking = true: {END_THINK} is a special token of this tokenizer, so the end of a thought "
+                "would be invisible; set model.thinking = false, or make it an ordinary added token"
             )
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokenizer and its template."""
+        """Return a fingerprint of the tokenizer and its template."""
         return fingerprint(self.tokenizer)
 
     def within(self, context: int) -> Renderer:
-        """Return the same renderer, which refuses a text that cannot fit a context, before it works on it."""
+        """Return the same renderer with a context limit: it refuses a text that cannot fit before processing it."""
         bounded = copy(self)
         bounded._most_tokens = context
         return bounded
@@ -74,7 +74,7 @@ class Renderer:
         return ids
 
     def check_chars(self, texts: Iterable[str]) -> None:
-        """Raise TextTooLong if the texts together cannot fit: as if each token were the longest that there is."""
+        """Raise TextTooLong if the texts together cannot fit, even if every token were the longest one."""
         most = self._most_tokens * self._longest_token
         if self._most_tokens and (num_chars := sum(map(len, texts))) > most:
             raise TextTooLong(
@@ -83,8 +83,8 @@ class Renderer:
             )
 
     def _refuse_too_long(self, text: str) -> None:
-        """Count a long text's tokens piece by piece, up to a tenth more than may be: a cut between two pieces can make
-        a few tokens of one, and the whole text in one go takes memory for each token that it has."""
+        """Count a long text's tokens in pieces, because encoding it at once takes memory for each token. Allow a tenth
+        more than the limit, because a cut between pieces can split tokens."""
         self.check_chars([text])
         count, begins = 0, range(0, len(text), _PIECE_CHARS) if len(text) > _PIECE_CHARS else ()
         for begin in begins:
@@ -96,27 +96,28 @@ class Renderer:
                 )
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """The opening of a conversation, up to where the assistant speaks."""
+        """Return the opening of a conversation, up to the assistant's turn."""
         text = self._render(messages, True, tools)
         if tools and text == self._render(messages, True):
-            raise TemplateError("model: its chat template writes no tools, so the model would never hear of them")
+            raise TemplateError("model: its chat template ignores tools, so the model would not know them")
         return self.encode(text)
 
     def user_opening(self) -> list[int]:
-        """What stands before a conversation's first user message."""
+        """Return the ids before a conversation's first user message."""
         text, found, _ = self._render([{"role": "user", "content": _SENTINEL}], False).partition(_SENTINEL)
         if not found:
             raise TemplateError("model: its chat template drops the user's message")
         return self.encode(text)
 
     def glue(self, messages: Sequence[Message], last_id: int, tools: Tools = ()) -> list[int]:
-        """What stands between a sampled turn that ended with `last_id` and the next one: new messages and markers."""
+        """Return the ids between a sampled turn that ended with `last_id` and the next turn: new messages and
+        markers."""
         ids = self.encode(self._after_assistant(messages, opens_next=True, tools=tools))
-        # The sampled end of turn is already there; a turn cut by its length or a stop string has none yet.
+        # The sampled end of turn exists already; a turn that a limit or a stop string ended has none.
         return ids[1:] if ids and ids[0] == last_id else ids
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """A recorded conversation as ids, with True on what the assistant says (its end of turn included)."""
+        """Return a recorded conversation as ids, with True for the assistant's tokens, including the end of turn."""
         ids: list[int] = []
         trained: list[bool] = []
         pending: list[Message] = []
@@ -137,17 +138,17 @@ class Renderer:
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
     def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
-        """A sampled turn as others see it: no end of turn, no stop string, no thoughts."""
+        """Return a sampled turn's text without end of turn, stop string and thoughts."""
         return self._answer(self.decode(self._body(ids)), stop)
 
     def calls(self, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, list[ToolCall]]:
-        """The same in two: what it says, and what it asks of tools. A call within a thought is none."""
+        """Return that text without tool calls, and the tool calls. A call within a thought is ignored."""
         body = self._body(ids)
-        hidden = TOOL_CALL not in self.decode(self.encode(TOOL_CALL))  # a special token here
+        hidden = TOOL_CALL not in self.decode(self.encode(TOOL_CALL))  # it is a special token
         return parse_calls(self._answer(self.decode(body, skip_special=not hidden), stop))
 
     def thought(self, ids: Sequence[int], stop: Sequence[str] = ()) -> Thought | None:
-        """What of a sampled turn is for itself; None if it answers at once."""
+        """Return the thought in a sampled turn; None if it has none."""
         body = self._body(ids)
         text = cut_at_stop(self.decode(body), stop)
         if not self._has_thought(text):
@@ -157,12 +158,12 @@ class Renderer:
         most = body.index(self._end_think_id) + 1 if self._end_think_id in body else len(body)
         if END_THINK not in self.decode(body[: most - 1]):
             return Thought(most, closed=True)
-        # Spelled in several tokens: it is there from some length on, and halving finds that length.
+        # If the end mark has several tokens, bisection finds the shortest prefix that contains it.
         length = bisect_left(range(most), True, key=lambda count: END_THINK in self.decode(body[:count]))
         return Thought(length, closed=True)
 
     def thoughts(self) -> ThoughtStream:
-        """For one turn whose text comes bit by bit."""
+        """Return a splitter of thoughts and answer for one streamed turn."""
         return ThoughtStream(opened=self._opens_thought)
 
     def _answer(self, text: str, stop: Sequence[str]) -> str:
@@ -173,7 +174,7 @@ class Renderer:
         return text
 
     def call_stream(self) -> CallStream:
-        """For the answer of one turn whose text comes bit by bit."""
+        """Return a splitter of text and tool calls for one streamed answer."""
         return CallStream()
 
     def _body(self, ids: Sequence[int]) -> list[int]:
@@ -185,7 +186,8 @@ class Renderer:
     # --- the template
 
     def _spoken(self, message: Message) -> str:
-        """The assistant's turn as the template writes it after its generation prompt, without the end of turn."""
+        """Return the assistant's turn as the template writes it after the generation prompt, without the end of
+        turn."""
         if not (message.get("tool_calls") or message.get("reasoning_content")):
             return message["content"]
         opening = self._render([{"role": "user", "content": "."}], True)
@@ -194,14 +196,14 @@ class Renderer:
         body, found, _ = whole.removeprefix(opening).rpartition(end)
         if not whole.startswith(opening) or not found:
             raise TemplateError(
-                "model: its chat template writes tool calls in a place that cannot be told from the prompt"
+                "model: its chat template writes tool calls where they cannot be separated from the prompt"
             )
         return body
 
     def _after_assistant(self, messages: Sequence[Message], *, opens_next: bool, tools: Tools = ()) -> str:
         history: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SENTINEL}]
         text = self._render([*history, *messages], opens_next, tools)
-        _, found, after = text.partition(_SENTINEL)  # the first: a message may say the same
+        _, found, after = text.partition(_SENTINEL)  # the first one: a message may contain it, too
         if not found:
             raise TemplateError("model: its chat template drops earlier assistant turns, so turns cannot be joined")
         return after
@@ -227,5 +229,5 @@ class Renderer:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
+    """Return the text before its first stop string."""
     return text[: min((found for word in stop if (found := text.find(word)) >= 0), default=len(text))]

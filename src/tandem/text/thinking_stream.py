@@ -1,4 +1,4 @@
-"""What the assistant says to itself, told apart from what it says, while the text is still coming."""
+"""Separate thoughts from the answer in a streamed text."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 class ThoughtStream:
-    """`opened`: the prompt ends within a thought already. Nothing that was given out has to be taken back."""
+    """Splits a stream; returned text never has to be taken back. `opened`: the prompt already opened a thought."""
 
     def __init__(self, *, opened: bool) -> None:
         self._state = "thinking" if opened else "silent"
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """The new thought, and the new answer."""
+        """Add text; return new thought and new answer."""
         text, self._held = self._held + text, ""
         if self._state == "silent":
             begun = text.lstrip()
             if THINK.startswith(begun) and begun != THINK:
-                self._held = text  # it may become a thought yet
+                self._held = text  # it may still become a thought
                 return "", ""
             self._state = "thinking" if begun.startswith(THINK) else "speaking"
             text = begun.removeprefix(THINK) if self._state == "thinking" else text
@@ -35,11 +35,11 @@ class ThoughtStream:
         return thought, text
 
     def close(self) -> tuple[str, str]:
-        """What was held back: nothing follows that could change it."""
+        """Return the held-back text at the end of the stream."""
         held, self._held = self._held, ""
         return (held, "") if self._state == "thinking" else ("", held)
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How much of the text's end is a beginning of the mark."""
+    """Return the length of the longest end of `text` that `mark` begins with."""
     return next((size for size in range(len(mark) - 1, 0, -1) if text.endswith(mark[:size])), 0)

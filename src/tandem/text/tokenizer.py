@@ -1,4 +1,4 @@
-"""Tokenizers: the one that comes with a model, or a byte-level one made from scratch."""
+"""Load a model's tokenizer, or make a byte-level one from scratch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.io.model_path_check import refuse_no_model
 END, PAD = "<|end|>", "<|pad|>"
 ROLES = ("system", "user", "assistant", "tool")
 
-# One special token opens a turn and one closes it: short prompts, and seams that no merge can cross.
+# One special token opens a turn and one closes it: prompts are short, and no merge crosses a boundary.
 CHAT_TEMPLATE = """\
 {%- if tools -%}
 {{- '<|system|>' -}}
@@ -36,8 +36,8 @@ CHAT_TEMPLATE = """\
 
 
 def byte_tokenizer(idle: int = 0) -> Any:
-    """256 bytes and a few special tokens: any text, no training, ids that survive a round trip. `idle`: so many more
-    that no text has, for a vocabulary as large as a released model's."""
+    """Make a tokenizer of 256 bytes and a few special tokens. It represents any text, needs no training, and round
+    trips keep the ids. `idle`: number of additional unused ids, for the vocabulary size of a released model."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -69,15 +69,15 @@ def load_tokenizer(path: str, revision: str = "main", field: str = "model.path")
 
 
 def light_tokenizer(path: str, revision: str = "main", field: str = "model.path") -> Any:
-    """Return a model's tokenizer without importing torch: for what only counts tokens.
+    """Return a model's tokenizer without importing torch, for counting tokens.
 
-    `load_tokenizer` may choose another class for it, of the same vocabulary and merges.
+    `load_tokenizer` may choose another class with the same vocabulary and merges.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns that a model names another class
+    transformers_logging.set_verbosity_error()  # it warns if a model names another class
     try:
         return _with_template(PreTrainedTokenizerFast.from_pretrained(path, revision=revision), path, field)
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def _with_template(tokenizer: Any, path: str, field: str) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Two that are equal here turn the same conversation into the same ids."""
+    """Return a fingerprint: equal ones turn the same conversation into the same ids."""
     told = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "special": sorted(tokenizer.all_special_ids),

@@ -1,4 +1,4 @@
-"""What the assistant asks of tools, told apart from what it says, while the text is still coming."""
+"""Separate tool calls from the answer in a streamed text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _TOLD_CHARS = 200
 
 
 class CallStream:
-    """Nothing that was given out has to be taken back: a call comes when it is whole. White space around calls is
-    dropped; a call that cannot be read stays in the text, and in `errors`."""
+    """Splits a stream; returned text never has to be taken back, and a call is returned once it is complete. White
+    space around calls is dropped. An unreadable call stays in the text, and is added to `errors`."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -18,7 +18,7 @@ class CallStream:
         self._after_call = False
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The new text, and the calls that are whole now."""
+        """Add text; return new text and newly completed calls."""
         self._held += text
         said: list[str] = []
         calls: list[ToolCall] = []
@@ -30,7 +30,7 @@ class CallStream:
                 self._held += TOOL_CALL + rest
                 return "".join(said), calls
             whole = TOOL_CALL + written + END_TOOL_CALL
-            *broken, call = parse_calls(whole)[1]  # one that begins within another: the first did not end
+            *broken, call = parse_calls(whole)[1]  # a call that begins within another, which has no end
             self.errors += (f"{each.error}: {each.raw.strip()[:_TOLD_CHARS]}" for each in (*broken, call) if each.error)
             if broken or call.error:
                 said.append(self._held + whole)
@@ -42,7 +42,7 @@ class CallStream:
         return "".join(said), calls
 
     def close(self) -> str:
-        """What was held back: nothing follows that could change it."""
+        """Return the held-back text at the end of the stream."""
         held, self._held = self._held, ""
         if TOOL_CALL in held:
             written = held.partition(TOOL_CALL)[2].strip()
@@ -50,7 +50,8 @@ class CallStream:
         return "" if self._after_call and not held.strip() else held
 
     def _speak(self, text: str, *, then_a_mark: bool = False) -> str:
-        """Of text without a mark: what is sure. The rest is held: white space that a call may follow, half a mark."""
+        """Return the final part of text without a mark. Hold the rest: white space before a possible call, half a
+        mark."""
         if self._after_call and not (text := text.lstrip()):
             self._held = ""
             return ""
@@ -62,5 +63,5 @@ class CallStream:
 
 
 def _overlap(text: str) -> int:
-    """How much of the text's end is a beginning of the mark."""
+    """Return the length of the longest end of `text` that the mark begins with."""
     return next((size for size in range(len(TOOL_CALL) - 1, 0, -1) if text.endswith(TOOL_CALL[:size])), 0)

@@ -1,4 +1,4 @@
-"""From groups to versions (layer 4): packs a batch, takes an optimizer step, watches memory and learning.
+"""Train on groups (layer 4): pack a batch, take an optimizer step, account for memory, check that weights change.
 
 Import `PolicyTrainer` from trainer.py and `make_batch` from batch_packing.py; `build/training.py` makes them.
 """

@@ -1,9 +1,9 @@
-"""Groups to a Batch: credit, shared prompts, packing, micro-batches.
+"""Turn groups into a Batch: credit, shared prompts, packing, micro-batches.
 
-Siblings begin with the same prompt. Where that is cheaper, a group becomes one tree: the prompt once, then each
-sibling's own tokens as a branch that sees the prompt and itself. Sequences and trees are packed longest first into rows
-no longer than the longest of them, and rows of like length share a micro-batch. A row of one plain sequence needs no
-mask.
+Siblings begin with the same prompt. If it is cheaper, a group becomes one tree: the prompt once, then each sibling's
+own tokens as a branch that attends to the prompt and itself. Sequences and trees are packed, longest first, into rows
+that are no longer than the longest of them. Rows of similar length share a micro-batch. A row with one plain sequence
+needs no mask.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _DTYPES = {"q": torch.int64, "f": torch.float32}
 class TrainSample:
     trajectory: Trajectory
     credit: list[float]
-    """Of each of its trained tokens."""
+    """One value per trained token."""
     group: int
-    """Which of the step's groups it belongs to."""
+    """Number of its group in the step."""
 
 
 @dataclass(slots=True)
 class _RowItem:
-    """What stays together in a row: samples that share their first `shared` tokens. One plain sample shares none."""
+    """Samples that stay together in a row and share their first `shared` tokens; 0 for one plain sample."""
 
     samples: list[TrainSample]
     shared: int = 0
@@ -62,8 +62,8 @@ def make_batch(
     device: torch.device,
     multiple: int = 1,
 ) -> Batch:
-    """A sample whose credit is zero throughout moves nothing: it counts in the totals, and is not computed, unless a KL
-    term holds it to the reference. `multiple`: as many micro-batches as a multiple of this, if there are rows enough.
+    """Pack groups into a batch. A sample without any credit counts in the totals but is computed only if a KL term
+    needs it. `multiple`: the number of micro-batches is a multiple of this, if there are enough rows.
     """
     items: list[_RowItem] = []
     totals, credited, unknown = Totals(0, 0), 0, 0
@@ -98,21 +98,21 @@ def make_batch(
 
 
 def _said(trajectory: Trajectory) -> list[float]:
-    """The advantages that its environment gives its trained tokens itself; empty if it does not."""
+    """Return the advantages that the environment gave for the trained tokens; empty if it gave none."""
     if not trajectory.advantages:
         return []
     return [value for value, trained in zip(trajectory.advantages, trajectory.trained, strict=True) if trained]
 
 
 def plain_row(ids: Sequence[int], first: int, device: torch.device) -> MicroBatch:
-    """One sequence whose tokens from `first` on are to be scored."""
+    """Return a micro-batch of one sequence, to score its tokens from `first` on."""
     count, total = len(ids) - first, len(ids)
     recording = Trajectory(list(ids), [i >= first for i in range(total)], [0.0] * total, [NO_VERSION] * total)
     return _to_tensors([_PackedRow(total, [_RowItem([TrainSample(recording, [0.0] * count, 0)])])], device)
 
 
 def _share_prompt(samples: list[TrainSample], shares: Shares, micro_tokens: int, *, together: bool) -> list[_RowItem]:
-    """One tree, if that computes less."""
+    """Return the samples as one tree if that is cheaper, otherwise one by one."""
     alone = [_RowItem(samples)] if together and samples else [_RowItem([sample]) for sample in samples]
     if len(samples) < 2:
         return alone
@@ -142,7 +142,7 @@ def _split_in_multiples(
 
 
 class _Columns:
-    """The lists that become a MicroBatch."""
+    """The lists that become the tensors of a MicroBatch."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -175,7 +175,7 @@ class _Columns:
         row_start, begin = self.rows * self.width, len(self._ids)
         for offset in range(shared, len(trajectory.ids)):
             if trajectory.trained[offset]:
-                assert offset > 0, "the first token of a sequence follows nothing and cannot be trained"
+                assert offset > 0, "the first token of a sequence has no context and cannot be trained"
                 here = begin + offset - shared
                 self.target.append(row_start + here)
                 self.source.append(row_start + (trunk_end if offset == shared else here - 1))
@@ -202,7 +202,7 @@ def _to_tensors(rows: list[_PackedRow], device: torch.device) -> MicroBatch:
     def on_cpu(values: list[Any], code: Literal["q", "f"]) -> Tensor:
         if not values:
             return torch.empty(0, dtype=_DTYPES[code])
-        return torch.frombuffer(array(code, values), dtype=_DTYPES[code])  # torch.tensor looks at each
+        return torch.frombuffer(array(code, values), dtype=_DTYPES[code])  # torch.tensor would check each value
 
     def tensor(values: list[Any], code: Literal["q", "f"]) -> Tensor:
         return on_cpu(values, code).to(device)

@@ -1,4 +1,4 @@
-"""Where gradients go as backward makes them: kept until the step, or used up at once."""
+"""Handle gradients during the backward pass: collect them until the step, or apply each at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class Collected:
-    """All gradients of a step. Over several micro-batches they are summed in fp32: a bf16 sum loses its small terms."""
+    """Collects all gradients of a step. Over several micro-batches it sums in fp32, because bf16 loses small terms."""
 
     def __init__(self, parameters: Named) -> None:
         self._parameters = parameters
@@ -30,7 +30,7 @@ class Collected:
             yield
 
     def take(self) -> dict[str, Tensor]:
-        """Return the gradients and drop them here, so that the caller frees the memory of each by dropping it."""
+        """Return the gradients and drop the references here, so that the caller can free each."""
         found = ((name, self._sums.get(name, tensor.grad)) for name, tensor in self._parameters)
         taken = {name: gradient for name, gradient in found if gradient is not None}
         self.clear()
@@ -50,11 +50,11 @@ class Collected:
 
 
 class Released:
-    """Each gradient moves its parameter as soon as backward has made it, and is gone: they never exist together.
+    """Applies each gradient as soon as the backward pass has computed it, so that they are never in memory together.
 
-    The price: one micro-batch a step. The global norm is known only when all is done, so the clip goes by the running
-    norm of earlier steps, or by what this step has shown so far if that is more. And a step cannot be taken back: a
-    gradient that is not finite leaves its own parameter as it was, while others have moved.
+    This has costs. A step has one micro-batch. The global norm is known only at the end, so clipping uses the larger of
+    the running norm of earlier steps and the norm so far. And a step cannot be undone: a gradient that is not finite is
+    skipped, while other parameters have changed.
     """
 
     def __init__(self, parameters: Named, optimizer: Optimizer, clip_norm: float, decay: float = 0.9) -> None:
@@ -62,7 +62,7 @@ class Released:
         self._clip_norm, self._decay = clip_norm, decay
         self.running_norm = 0.0
         self.largest_bytes = 0
-        """Of one gradient: as much as exists at once."""
+        """Size of the largest gradient: only one exists at a time."""
         self._lr, self._square, self._skipped = 0.0, 0.0, 0
 
     @contextmanager
@@ -103,7 +103,7 @@ def clip_scale(norm: float, clip_norm: float) -> float:
 
 @contextmanager
 def _hooked(parameters: Named, handle: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
-    """`handle(name, parameter, gradient)` as soon as backward has made a gradient."""
+    """Call `handle(name, parameter, gradient)` as soon as the backward pass has computed a gradient."""
 
     def hook(name: str) -> Callable[[Tensor], None]:
         def call(tensor: Tensor) -> None:

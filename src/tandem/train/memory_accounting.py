@@ -1,4 +1,4 @@
-"""Where the memory of training goes, by component, and the peak that was measured."""
+"""Account for the memory of training by component, and measure the peak."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _GIB = 2**30
 
 
 class MemoryBreakdown:
-    """GiB by component. What is always there is counted from its tensors; activations are what a forward pass
-    leaves behind, looked at whenever a micro-batch is larger than any before."""
+    """Memory in GiB by component. Weights and states are counted from their tensors. Activations are measured after the
+    forward pass of each micro-batch that is larger than all before."""
 
     def __init__(self, policy: Policy, optimizer: Optimizer, top_p: float) -> None:
         self._policy, self._optimizer, self._top_p = policy, optimizer, top_p
         self._on_gpu = next(iter(policy.trainable()))[1].is_cuda
         if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()  # a stage has a peak of its own
+            torch.cuda.reset_peak_memory_stats()  # each stage has its own peak
         self._largest_gib = max(size_bytes([tensor]) for _, tensor in policy.trainable()) / _GIB
         self._largest_micro = 0
         self._gib: Metrics = {}
@@ -37,8 +37,8 @@ class MemoryBreakdown:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Around what may be the peak of a step: a host's memory that is free is given back, so that it does not add
-        to what is held. Where little is held it would cost time and save nothing; on a GPU the peak is of what is held.
+        """Wrap the part of a step that may be its peak. On a host, return free memory to the system, so that it does
+        not count. If little memory is used, that would only cost time; a GPU's peak counts used memory anyway.
         """
         if not self.gives_back:
             yield
@@ -62,7 +62,7 @@ class MemoryBreakdown:
         saved = _Saved(weights)
         before = torch.cuda.memory_allocated() if self._on_gpu else 0
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
-        with nullcontext() if self._on_gpu else hooks:  # compiled layers would be compiled again under hooks
+        with nullcontext() if self._on_gpu else hooks:  # hooks would make compiled layers compile again
             yield
         kept = torch.cuda.memory_allocated() - before if self._on_gpu else saved.bytes
         state = self._optimizer.state()
@@ -74,7 +74,7 @@ class MemoryBreakdown:
             "memory/optimizer": (size_bytes(on_device) - size_bytes(master)) / _GIB,
             "memory/reference": self._policy.reference_bytes() / _GIB,
         }
-        if self._on_gpu:  # an engine's keys and values, for one
+        if self._on_gpu:  # for example an engine's kv cache
             self._gib["memory/other"] = before / _GIB - sum(self._gib.values())
         self._always = sum(self._gib.values())
         if self._on_gpu or not self._policy.hides_activations():
@@ -82,7 +82,7 @@ class MemoryBreakdown:
         self._logits_gib = tuple(held / _GIB for held in self._policy.head_bytes(len(micro.target_N), self._top_p))
 
     def metrics(self, gradient_bytes: int, num_micro: int) -> Metrics:
-        """`gradient_bytes`: of the gradients that exist at once."""
+        """Return the memory by component. `gradient_bytes`: of the gradients in memory at one time."""
         if not self._gib:
             return {}
         forward, backward = self._logits_gib
@@ -101,14 +101,14 @@ class MemoryBreakdown:
         return gib
 
     def peak(self) -> Metrics:
-        """On a GPU of what was allocated in this stage, else of the whole process."""
+        """Return the peak: on a GPU of this stage's allocations, otherwise of the whole process."""
         if self._on_gpu:
             return {"memory/peak": torch.cuda.max_memory_allocated() / _GIB}
         return {"memory/peak": release_host_memory.peak_bytes() / _GIB}
 
 
 class _Saved:
-    """Bytes that a graph keeps, each storage once, weights left out."""
+    """Counts the bytes that a graph saves for backward: each storage once, without weights."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._seen = {tensor.untyped_storage().data_ptr() for tensor in weights}

@@ -1,4 +1,4 @@
-"""Training that trains nothing ends with an error, however well the run looks otherwise."""
+"""End training with an error if it changes no weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _FIRST_IDLE_STEPS = 20
 
 
 class Guard:
-    """Counts steps in a row that could not be taken, and steps that were taken and moved nothing."""
+    """Counts failed steps in a row, and idle steps in a row: steps that changed no weight."""
 
     def __init__(self, max_idle_steps: int) -> None:
         self.moved = self._learned = False
         self._max_idle_steps = max_idle_steps
         self._first_idle_steps = max(min(_FIRST_IDLE_STEPS, max_idle_steps), max_idle_steps // 5)
-        """Before anything was learned: what has no signal at its start rarely finds one, and a run that did learn may
-        well stand still where all is right."""
+        """Limit before the first change. A run without a signal at its start rarely finds one, but a run that learned
+        may have idle steps although nothing is wrong."""
         self._bad, self._idle, self._why = 0, 0, ""
 
     def state(self) -> dict[str, Any]:
@@ -47,28 +47,28 @@ class Guard:
         if self._idle >= limit:
             raise NothingLearned(
                 f"train: {self._idle} steps in a row, up to version {version}, learned nothing: {why}; "
-                f"change what is said there, or raise train.max_idle_steps ({self._max_idle_steps})"
+                f"remove this cause, or raise train.max_idle_steps ({self._max_idle_steps})"
             )
 
     def finish(self, steps: int) -> None:
         if steps and not self.moved:
-            raise NothingLearned(f"train: {steps} steps, and none of them moved a weight: {self._why}")
+            raise NothingLearned(f"train: {steps} steps, and none of them changed a weight: {self._why}")
 
     def bad(self, batch: Batch, what: str) -> None:
         self._bad += 1
         if self._bad >= _BAD_STEPS_IN_A_ROW:
             raise NonFinite(
                 f"train: {self._bad} batches in a row gave a loss or gradient that is not finite (the last: {what}); "
-                f"lower train.lr or look at the rewards of tasks {', '.join(sorted(set(batch.task_ids))[:5])}"
+                f"lower train.lr, or check the rewards of tasks {', '.join(sorted(set(batch.task_ids))[:5])}"
             )
 
 
 def why_idle(batch: Batch, metrics: Metrics) -> str:
-    """Why nothing was learned from this step; empty if something was. Momentum and a KL term may have moved weights."""
+    """Return why a step learned nothing; empty if it learned. Momentum or a KL term may have changed weights anyway."""
     if not batch.metrics["tokens/credited"]:
-        return "no token of the batch had any credit (siblings that all scored alike, for one)"
+        return "no token of the batch had any credit (for example, all siblings had equal rewards)"
     if metrics["grad/norm"] == 0:
         return "no gradient was finite" if metrics.get("release/skipped") else "the gradient was zero"
     if not metrics.get("update/stored_fraction"):
-        return "every update was rounded away (lr too small for precision.master, or a rule that gives nothing)"
+        return "every update was rounded away (lr too small for precision.master, or the optimizer's updates are zero)"
     return ""

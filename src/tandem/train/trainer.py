@@ -1,4 +1,4 @@
-"""Turns a Batch into a new version of the weights."""
+"""Turn a Batch into a new version of the weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyTrainer:
-    """`lr(step)` counts the steps of this stage from 0; `version` counts the steps of the whole run.
+    """The trainer of one process. `lr(step)` counts the steps of this stage from 0; `version` those of the whole run.
 
-    `release` uses each gradient up as backward makes it (train/gradient_release.py says at what price).
+    `release` applies each gradient during the backward pass (train/gradient_release.py describes the costs).
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class PolicyTrainer:
         self._guard = Guard(max_idle_steps)
         self._memory = MemoryBreakdown(policy, optimizer, top_p)
         self.gives_memory_back = self._memory.gives_back
-        """On a host, where enough is held; whether that can be had says ops/release_host_memory.py."""
+        """Whether to return free host memory to the system; ops/release_host_memory.py says if that is possible."""
         self._stage = stage
         self._copies = {"weights": Copies(), "optimizer": Copies()}
         self._deploy: Callable[[Mapping[str, Tensor], Path], None] | None = None
         self.on_micro_batch: Callable[[], None] = lambda: None
-        """Called before each: a sign of life."""
+        """Called before each micro-batch, to count progress."""
         self._parameters = list(policy.trainable())
         self._collected = Collected(self._parameters)
         self._released = Released(self._parameters, optimizer, clip_norm) if release else None
@@ -86,7 +86,7 @@ class PolicyTrainer:
         return self._policy.weights(self.version, kind)
 
     def score(self, ids: Sequence[int], first: int) -> list[float]:
-        """Logprobs of ids[first:], by the untempered model."""
+        """Return the logprobs of ids[first:] at temperature 1."""
         return self._policy.score(plain_row(ids, first, self._parameters[0][1].device), 1.0).tolist()
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
@@ -96,12 +96,12 @@ class PolicyTrainer:
         self._policy.live_in(storage)
 
     def save(self, path: Path) -> None:
-        """Weights, optimizer, missing bits and clock, all by parameter name."""
+        """Write weights, optimizer state with the bits that 16-bit weights lack, and step counters."""
         with atomic_write.directory(path) as directory:
             self._copied()[0](directory)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """What `save` writes, copied now, and a deployable copy beside it."""
+        """Copy the state now; return a function that writes it as `save` does, with a deployable copy beside it."""
         write, weights = self._copied()
         deploy = self._deploy = self._deploy or self._policy.deployer()
 
@@ -112,7 +112,8 @@ class PolicyTrainer:
         return write_both
 
     def _copied(self) -> tuple[Callable[[Path], None], Mapping[str, Tensor]]:
-        """Into memory that the next copy takes again."""
+        """Copy the state, into memory that the next copy reuses. Return the function that writes it, and the
+        weights."""
         kinds = {"weights": dict(self._parameters), "optimizer": self._optimizer.state()}
         copies = {file: self._copies[file].of(tensors) for file, tensors in kinds.items()}
         clock = self._clock()
@@ -125,7 +126,7 @@ class PolicyTrainer:
         return write, copies["weights"]
 
     def _clock(self) -> dict[str, Any]:
-        """What `trainer.json` says."""
+        """Return the content of trainer.json."""
         return {
             "version": self.version,
             "first_version": self._first_version,
@@ -134,7 +135,7 @@ class PolicyTrainer:
         }
 
     def load(self, path: Path) -> None:
-        """All of it or nothing."""
+        """Load what `save` wrote; if anything does not match, change nothing."""
         clock = json.loads((path / "trainer.json").read_text())
         saved = load_file(path / "weights.safetensors")
         check_alike(dict(self._parameters), saved, f"{path}: the saved weights belong to another model or precision")
@@ -167,7 +168,7 @@ class PolicyTrainer:
         assert self._released is not None
         if len(batch.micro) > 1:
             raise SpecError(
-                f"{self._stage}.gradient_release = true: a step must be one micro-batch, and this one is "
+                f"{self._stage}.gradient_release = true: a step must have one micro-batch, and this one has "
                 f"{len(batch.micro)}; raise {self._stage}.micro_tokens, make the step smaller, or set "
                 "gradient_release = false"
             )
@@ -179,11 +180,12 @@ class PolicyTrainer:
         released = self._released.metrics()
         if released["release/skipped"]:
             skipped = f"{released['release/skipped']:.0f} gradients are not finite"
-            self._note_bad(batch, f"{skipped}: their weights are as before, others have moved")
+            self._note_bad(batch, f"{skipped}: their weights are unchanged, others have changed")
         return {**metrics, **self._memory.metrics(self._released.largest_bytes, 1), **released}
 
     def _forward_backward(self, batch: Batch, *, refuse_first: bool = False) -> Metrics:
-        """`refuse_first`: backward moves weights, so whatever speaks against that is looked at before."""
+        """Run forward and backward over all micro-batches. `refuse_first`: check loss and gap before each backward
+        pass, because it changes weights."""
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
         gap = Gap()
         computed = sum(len(micro.target_N) for micro in batch.micro if not micro.hold)
@@ -200,7 +202,7 @@ class PolicyTrainer:
     def _loss(
         self, micro: MicroBatch, totals: Totals, computed: int, sums: defaultdict[str, float], gap: Gap
     ) -> Tensor:
-        """Of one micro-batch; what it adds to the step's metrics is added. `computed`: tokens of the whole step."""
+        """Return the loss of one micro-batch, and add its metrics to the sums. `computed`: tokens of the whole step."""
         if micro.hold:
             loss = micro.hold * self._policy.divergence(micro).sum()
             sums["loss/held"] += loss.item()
@@ -218,7 +220,7 @@ class PolicyTrainer:
         return loss
 
     def _set_aside(self, batch: Batch, what: str) -> None:
-        self._note_bad(batch, f"{what}: the batch is set aside, the weights are as before")
+        self._note_bad(batch, f"{what}: the batch is skipped, the weights are unchanged")
         self._guard.bad(batch, what)
 
     def _note_bad(self, batch: Batch, what: str) -> None:
@@ -227,7 +229,7 @@ class PolicyTrainer:
 
 
 class Gap:
-    """How far engine and trainer are apart about the same tokens: of the current version; older ones may differ."""
+    """The logprob gap between engine and trainer, on tokens of the current version; those of older ones may differ."""
 
     def __init__(self, total: float = 0.0, most: float = 0.0, count: int = 0) -> None:
         self._sum, self._max, self._count = total, most, count
@@ -254,8 +256,8 @@ class Gap:
         mean = self._sum / self._count
         if mean > limit:
             raise LogprobGap(
-                f"sync: trainer and engine differ by {mean:.4f} nats a token (at most {self._max:.4f}) about tokens of "
-                f"the very same version, and train.max_logprob_gap = {limit:g}: the engine serves other weights than "
+                f"sync: trainer and engine differ by {mean:.4f} nats per token (at most {self._max:.4f}) on tokens of "
+                f"the same version, and train.max_logprob_gap = {limit:g}: the engine serves other weights than "
                 "the trainer's, or samples from another distribution than it reports"
             )
         return {"sync/logprob_gap": mean, "sync/logprob_gap_max": self._max}

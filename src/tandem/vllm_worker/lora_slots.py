@@ -209,7 +209,7 @@ class LoraSlots:
             return
         rank = int(config.get("r", 0))
         if not tensors:
-            raise SyncError("adapters: the one that arrived is empty: the base alone would be served")
+            raise SyncError("adapters: the one that arrived is empty: only the base would be served")
         if not 0 < rank <= self._max_rank:
             raise SyncError(f"adapters: rank {rank} does not fit --max-lora-rank {self._max_rank}")
         if config.get("lora_alpha") != rank or config.get("use_rslora") or config.get("use_dora"):

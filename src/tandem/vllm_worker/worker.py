@@ -54,7 +54,7 @@ Look: TypeAlias = Callable[[Weights, Mapping[str, Tensor]], served_memory.Moves]
 
 
 class Incoming:
-    """Receives one version on a thread, while the engine goes on serving."""
+    """Receives one version on a thread, while the engine continues to serve."""
 
     def __init__(self, source: WeightSource, version: int, rank: int, device: torch.device, look: Look) -> None:
         """`look`: checks what arrived, on that thread."""

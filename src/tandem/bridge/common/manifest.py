@@ -114,7 +114,7 @@ class Places:
     def from_text(cls, text: str, expected: str, mode: str) -> Places:
         """Read a placement. `expected`: its checksum, from the manifest."""
         if checksum(text.encode()) != expected:
-            raise SyncError(f"{mode}: the placement of tensors is damaged: its checksum does not fit its content")
+            raise SyncError(f"{mode}: the placement of tensors is damaged: its checksum does not match its content")
         try:
             places = cls(_entries(parsed(text)))
             for name, entry in places.tensors.items():
@@ -133,7 +133,8 @@ class Manifest:
     digests: Fingerprints
     adapter: Mapping[str, Any] = field(default_factory=dict[str, Any])
     files: Mapping[str, tuple[int, int, str]] = field(default_factory=dict[str, tuple[int, int, str]])
-    """By file: its size; how many bytes from the start the checksum covers (tensors have their own); the checksum."""
+    """For each file: its size, the number of first bytes that the checksum covers (tensors have their own), the
+    checksum."""
     size_bytes: int = 0
     """Size of the flat bytes, where tensors are not in files."""
     bucket_bytes: int = 0
@@ -171,7 +172,7 @@ class Manifest:
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise SyncError(f"{mode}: the manifest is not of format {FORMAT}; both ends must be of one release")
         if content.pop("checksum", None) != checksum(text[_HEAD_CHARS:].encode()):
-            raise SyncError(f"{mode}: the manifest is damaged: its checksum does not fit its content")
+            raise SyncError(f"{mode}: the manifest is damaged: its checksum does not match its content")
         try:
             return cls._from_content(content, mode, places)
         except _ODD as error:

@@ -1,8 +1,8 @@
-"""The trainer's tensors in the form that engines serve: all checked before anything moves, then packed.
+"""Convert the trainer's tensors to the form that engines serve: check all before anything moves, then pack them.
 
-A refusal therefore costs the receivers nothing. A model goes tensor by tensor through two buckets: one is packed while
-the other one travels, because there is no memory for a second copy. An adapter is small and has hundreds of tensors: it
-is packed into one buffer, and what was found out about its tensors is kept until they change.
+So a refusal costs the receivers nothing. A model goes tensor by tensor through two buckets, because there is no memory
+for a second copy: one is packed while the other is sent. An adapter is small but has hundreds of tensors: it is packed
+into one buffer, and the placement of its tensors is kept until they change.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 class BorrowedBase:
-    """Whether the engine's memory is used, and why not. A mapping of an earlier engine stays until another one replaces
-    it, because the trainer computes with it."""
+    """The engine's base weights, mapped for the trainer if possible. A mapping of an earlier engine stays until another
+    one replaces it, because the trainer computes with it."""
 
     def __init__(self, device: torch.device, stand_on: Callable[[Mapping[str, Tensor]], int]) -> None:
         """`stand_on`: moves the trainer's base to that memory; returns how many bytes that saves."""
@@ -34,10 +34,10 @@ class BorrowedBase:
     def state(self) -> dict[str, Any]:
         return requested(True, self._why_not, bytes=self._bytes)
 
-    def met(self, engines: Sequence[Mapping[str, Any]]) -> None:
+    def attached(self, engines: Sequence[Mapping[str, Any]]) -> None:
         """Map the base of newly attached engines. `engines`: their replies; they were proven to serve the trainer's
         base."""
-        none: Mapping[str, Any] = {"why_not": "the engine shares none"}
+        none: Mapping[str, Any] = {"why_not": "the engine shares no memory"}
         lent: list[Mapping[str, Any]] = [reply.get("base_memory") or none for reply in engines]
         exported = [each.get("exported") for each in lent]
         if self._mapped is not None and exported == [self._mapped]:

@@ -20,7 +20,7 @@ from tandem.errors import SyncError
 from tandem.ops import digest
 
 _PAGE, _ALIGNED = 4096, 64
-_HEADER = struct.Struct("<8s32sq")  # magic, meeting, version
+_HEADER = struct.Struct("<8s32sq")  # magic, name of the connection ("meeting" in links), version
 _MAGIC = b"tandem01"
 DTYPES = {
     "float32": torch.float32,

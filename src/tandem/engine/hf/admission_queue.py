@@ -1,11 +1,11 @@
-"""Who waits for a row of the embedded engine, and who of them is prefilled next.
+"""The requests that wait for a row of the embedded engine, and the choice of those to prefill next.
 
-consumes: requests      waits for: rows, room for keys and values, and a little for others to share a prefill with
-produces: waves         of those that are prefilled together
+consumes: requests      waits for: rows, room in the kv cache, and briefly for more requests to share a prefill
+produces: waves         requests that are prefilled together
 
-An urgent request comes before all others, alone, and none follows until it has ended. Of the others, the share with the
-fewest rows has the next one; within a share, and between shares that have equally many, first in is first out. A share
-that has no row and finds no room is given a row of a share that has several.
+An urgent request goes first, alone, and no other request is admitted until it has ended. Among the others, the share
+with the fewest rows is next; within a share, and between shares with equally many rows, the oldest request is next. If
+there is no room for a share without rows, it gets a row of a share that has several.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import chain
 from tandem.protocols import OnToken
 from tandem.types import Completion, FinishReason, Sampling, Span
 
-_PATIENCE = 4  # iterations that a request waits for others to share its prefill with
+_PATIENCE = 4  # iterations that a request waits for others to share its prefill
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class QueuedRequest:
     spans: list[list[int]] = field(default_factory=list)
     """[version, tokens], oldest first."""
     place: int = 0
-    """In the line of those that wait: the lowest is first."""
+    """Place in the queue; the lowest is first."""
 
     @property
     def final_length(self) -> int:
@@ -51,7 +51,7 @@ class QueuedRequest:
             self.on_token(token_id, logprob, version)
 
     def begin_again(self) -> None:
-        """Forget what was sampled; a caller that reads token by token gets the new tokens after the old ones."""
+        """Forget the sampled tokens; a caller that streams gets the new tokens after the old ones."""
         self.ids, self.logprobs, self.spans = [], [], []
 
     def finish(self, reason: FinishReason) -> None:
@@ -62,11 +62,11 @@ class QueuedRequest:
 
 class AdmissionQueue:
     def __init__(self, *, max_running: int, positions: int, prefill_tokens: int) -> None:
-        """`positions`: for which there is memory. `prefill_tokens`: most in one prefill, padding included."""
+        """`positions`: positions that fit in memory. `prefill_tokens`: most in one prefill, padding included."""
         self._max_running, self._positions, self._prefill_tokens = max_running, positions, prefill_tokens
         self._urgent = deque[QueuedRequest]()
         self._others: dict[str, deque[QueuedRequest]] = {}
-        """By share, and none of them empty."""
+        """Queues by share; none of them is empty."""
         self._first = self._last = 0
         self._passed_over = 0
 
@@ -86,7 +86,7 @@ class AdmissionQueue:
         self._line_of(request).append(request)
 
     def put_back(self, requests: Sequence[QueuedRequest]) -> None:
-        """That ran, before those that have not."""
+        """Put running requests back at the head of their queues."""
         for request in reversed(requests):
             self._first -= 1
             request.place = self._first
@@ -102,8 +102,8 @@ class AdmissionQueue:
         self._others = {share: line for share, line in kept.items() if line}
 
     def makes_room(self, running: Sequence[QueuedRequest]) -> QueuedRequest | None:
-        """Return the running request that goes back to its line, so that the next one finds room; None if there is
-        room, or if no share has so much more than the next one's that one of its rows is to go."""
+        """Return the running request that must go back to its queue to make room for the next one. None if there is
+        room, or if the next request's share has a row already or no other share has two."""
         if not self._others or self._urgent or any(request.sampling.urgent for request in running):
             return None
         rows = Counter(request.sampling.share for request in running)
@@ -137,7 +137,7 @@ class AdmissionQueue:
         return wave
 
     def _first_together(self, final: int, running: Sequence[QueuedRequest], free: int) -> list[QueuedRequest]:
-        """As many as there is room for, and as one prefill takes. `final`: the longest of those that run."""
+        """Take as many requests as have room and fit in one prefill. `final`: longest final length of running ones."""
         wave, longest, prompts = list[QueuedRequest](), 0, set[tuple[int, ...]]()
         rows = Counter(request.sampling.share for request in running)
         while self._others and len(wave) < free:

@@ -1,14 +1,12 @@
 """The embedded engine: continuous batching on the trainer's own module, in this process.
 
-consumes: prompts                waits for: a free row, and for the weights while it sleeps
-produces: completions            one iteration at a time: admit and prefill, or decode every live row by one token
+consumes: prompts                waits for: a free row, and wake() while it sleeps
+produces: completions            one iteration at a time: prefill new requests, or decode one token in every live row
 
-Weights change only between two iterations. What becomes of requests that are under way when a new version comes is
-`on_update`: they continue under it with their keys and values recomputed, they finish under the old one first, or
-they restart. A request may say otherwise for itself: one that is pinned ends on a twin of the module, whose weights are
-the old ones (engine/hf/shared_copy.py), while the others go on. In every case each token's logprob is exact for the
-version that
-its span names.
+Weights change only between two iterations. `on_update` says what happens to requests in flight when a version arrives:
+they continue with a recomputed kv cache, they finish under the old version first, or they restart. A request may choose
+for itself. A pinned request ends on a twin of the module that shares the old weights' memory
+(engine/hf/shared_copy.py). In each case a token's logprob is exact for the version of its span.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _MAX_TWINS = 3  # old versions in memory at a time, for requests that are pinned
 
 
 class EmbeddedEngine:
-    """`inline` runs the model on the event loop's own thread: the order of everything is then the same in every run."""
+    """The embedded engine. `inline` runs the model on the event loop's thread, which makes the order of work fixed."""
 
     def __init__(
         self,
@@ -64,7 +62,7 @@ class EmbeddedEngine:
         on_update: OnUpdate = "continue",
         is_twin: bool = False,
     ) -> None:
-        """`is_twin`: the module is known to be understood."""
+        """`is_twin`: the module is a copy of one that was checked already."""
         attention_masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
@@ -86,7 +84,7 @@ class EmbeddedEngine:
         itemsize = next(module.parameters()).element_size()
         self._kv_positions = int(kv_gib * 2**30 / position_bytes(config.num_hidden_layers, heads, head_dim, itemsize))
         self._cache = KvCache(config.num_hidden_layers, self._kv_positions)
-        rows = max_running + 1  # the last for who is urgent
+        rows = max_running + 1  # the last row is for an urgent request
         self._settings = Settings.empty(rows, self._device)
         self._last_S, self._position_S, self._drawn_S = torch.zeros(3, rows, dtype=torch.long, device=self._device)
         self._waiting = AdmissionQueue(
@@ -109,12 +107,12 @@ class EmbeddedEngine:
 
     @property
     def stays(self) -> bool:
-        """A CPU's weights move into memory of each trainer's own."""
+        """Whether the weights stay at the same addresses. On a CPU they move into new memory for each trainer."""
         return self._device.type != "cpu"
 
     @property
     def why_torn(self) -> str:
-        return ""  # a version is whole before it is served; who writes into its memory is looked after from outside
+        return ""  # a version is complete before it is served; WeightControl checks writes from other processes
 
     async def generate(
         self,
@@ -134,7 +132,7 @@ class EmbeddedEngine:
         stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
         self._waiting.add(QueuedRequest(list(prompt_ids), sampling, stop_ids, answer, on_token))
         self._work.set()
-        return await answer  # cancelled: the row is freed before the next iteration
+        return await answer  # if it is cancelled, the row is freed before the next iteration
 
     async def attach(self, source: WeightSource) -> None:
         self._source = source
@@ -168,7 +166,7 @@ class EmbeddedEngine:
             phases.end("apply")
         finally:
             self._draining = False
-            await self.wake()  # refused, too: requests under way get their answer from the version they had
+            await self.wake()  # even after a refusal: requests in flight continue with the old version
         return Served(self.version, served, (self.boot_id,), self.cache_epoch, phases.seconds)
 
     async def _pause_for_update(self) -> None:
@@ -180,7 +178,7 @@ class EmbeddedEngine:
         await self.sleep()
 
     async def _twin_for_pinned(self) -> EmbeddedEngine | None:
-        """Before the flip, if anybody is to stay with the weights that are served now."""
+        """Return a twin with the current weights if any request is pinned to them. Called before the flip."""
         while len(self._twins) >= _MAX_TWINS:
             await asyncio.wait(self._twins.values(), return_when=asyncio.FIRST_COMPLETED)
         if not any(request.sampling.on_update == "pin" for request in (*self._running, *self._waiting)):
@@ -188,8 +186,8 @@ class EmbeddedEngine:
         return self._make_twin(await self._call(twin, self._module))
 
     def _forget(self, old: EmbeddedEngine | None = None) -> None:
-        """Keys and values of the old weights are worthless: whatever runs is prefilled again. Pinned requests are
-        `old`'s from now on; those that came after it was made go on here."""
+        """Drop the kv cache of the old weights and put running requests back for another prefill. Move pinned requests
+        to the twin `old`; requests that came after the twin was made stay here."""
         begun = [*self._running, *(request for request in self._waiting if request.ids)]
         own: dict[str, str] = {"continue": "follow", "finish": "follow", "restart": "restart"}
         pinned: list[QueuedRequest] = []
@@ -210,7 +208,7 @@ class EmbeddedEngine:
         self.cache_epoch += 1
 
     def beside(self, tensors: Mapping[str, Tensor], version: int) -> EmbeddedEngine:
-        """An engine of another version, on a twin of this one's module. `tensors`: those in which the two differ."""
+        """Return an engine of another version, on a twin of this module. `tensors`: those that differ."""
         module = twin(self._module)
         parameters = dict(module.named_parameters())
         for name, tensor in tensors.items():
@@ -220,7 +218,7 @@ class EmbeddedEngine:
         return other
 
     async def answer_all(self, requests: list[QueuedRequest], version: int) -> None:
-        """A twin's life."""
+        """Answer these requests as a twin, then close."""
         self.version = version
         self._waiting.put_back(requests)
         self._pump = asyncio.create_task(self._run(), name=f"engine of version {version}")
@@ -232,7 +230,7 @@ class EmbeddedEngine:
         return function(*args) if self._inline else await asyncio.to_thread(function, *args)
 
     async def fingerprints(self) -> Fingerprints:
-        """Of what is served, computed now."""
+        """Compute fingerprints of the served weights now."""
         return await self._call(self._holding.fingerprints)
 
     async def remember(self) -> None:
@@ -247,12 +245,12 @@ class EmbeddedEngine:
 
     async def sleep(self) -> None:
         self._awake.clear()
-        async with self._iterating:  # an iteration under way reads the weights
+        async with self._iterating:  # waits for the current iteration, which reads the weights
             pass
 
     async def wake(self) -> None:
         self._awake.set()
-        self._work.set()  # who waited while others drained
+        self._work.set()  # for requests that waited while others finished
 
     async def close(self) -> None:
         for each in [*self._twins.values()]:
@@ -282,7 +280,7 @@ class EmbeddedEngine:
                         continue
                     self._make_room()
                     wave = [] if self._draining else self._waiting.next_wave(self._running)
-                    if not wave and not self._running:  # draining, and drained
+                    if not wave and not self._running:  # drained
                         self._work.clear()
                         continue
                     if self._inline:
@@ -293,18 +291,19 @@ class EmbeddedEngine:
         except Exception as error:  # noqa: BLE001 - whatever the model raised belongs to those who wait for an answer
             _log.exception("the engine stopped")
             self._why = f"{type(error).__name__}: {error}"
-            self._waiting.put_back(wave)  # those that it stopped over are nowhere else yet
+            self._waiting.put_back(wave)  # the wave was taken from the queue, but not added to the running requests
             self._fail_all(EngineError(f"engine: stopped by {self._why}"))
 
     def _make_room(self) -> None:
-        """What goes back keeps what was sampled, and is prefilled with it when its turn comes again."""
+        """Put one running request back if the queue needs its row. It keeps its tokens, and is prefilled with them
+        later."""
         if not self._draining and (request := self._waiting.makes_room(self._running)) is not None:
             row = self._running.index(request)
             self._waiting.put_back([request])
             self._close_gaps([row])
 
     async def _let_requests_gather(self) -> None:
-        """Requests that were started together come in over a few turns of the event loop; take them in one wave."""
+        """Let a few turns of the event loop pass, so that requests that were started together share a wave."""
         for _ in range(8):
             before = len(self._waiting)
             await asyncio.sleep(0)
@@ -313,7 +312,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _forward(self, wave: list[QueuedRequest]) -> tuple[int, list[int], list[float]]:
-        """The first row drawn for, and an id and a logprob for it and for every row after it."""
+        """Run one iteration. Return the first row with a new token, and the ids and logprobs from that row on."""
         if wave:
             first, logits_SV = len(self._running), self._prefill(wave)
             self._running.extend(wave)
@@ -327,7 +326,7 @@ class EmbeddedEngine:
         return first, ids_S.tolist(), logprobs_S.tolist()
 
     def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
-        """Logits after each request's prompt. Equal prompts go through the model once."""
+        """Return the logits after each request's prompt. Equal prompts are computed once."""
         first, last = len(self._running), len(self._running) + len(wave)
         prompts: dict[tuple[int, ...], int] = {}
         copies = [prompts.setdefault((*request.prompt, *request.ids), len(prompts)) for request in wave]
@@ -340,7 +339,8 @@ class EmbeddedEngine:
         self._cache.reserve(last, max(width + 1, self._longest()))
         self._cache.copies, self._cache.view = copies_S, width
         positions_T = torch.arange(width, device=self._device)
-        # Padding stands on the right: no real token sees it, and decoding overwrites its positions before reading them.
+        # Padding is on the right: no real token attends to it, and decoding overwrites its positions before reading
+        # them.
         causal = (positions_T[:, None] >= positions_T)[None, None]
         mask = None
         if not attention_masks.plainly_causal(self._config):
@@ -394,7 +394,7 @@ class EmbeddedEngine:
         if token_id in request.stop_ids:
             return "stop"
         if stop := request.sampling.stop:
-            # A character is at most four tokens of a byte-level tokenizer; more of the tail cannot matter.
+            # A character has at most four tokens of a byte-level tokenizer, so a longer tail is not needed.
             tail = self._decode(request.ids[-4 * max(map(len, stop)) - 4 :])
             if any(word in tail for word in stop):
                 return "stop"
@@ -439,7 +439,7 @@ class EmbeddedEngine:
 
     def _refuse_what_does_not_fit(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         if not prompt_ids:
-            raise EngineError("engine: an empty prompt; the first token needs something to follow")
+            raise EngineError("engine: an empty prompt; send at least one token")
         length = len(prompt_ids) + sampling.max_tokens
         if length > min(self.max_context, self._kv_positions):
             raise EngineError(

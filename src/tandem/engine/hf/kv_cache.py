@@ -1,4 +1,4 @@
-"""The embedded engine's KV cache: a row a sequence, rows of unequal length, live rows always first.
+"""The embedded engine's kv cache: one row per sequence, rows of different lengths, live rows first.
 
 Shapes: S rows, H heads, L positions, D head size.
 """
@@ -72,7 +72,7 @@ class KvCacheLayer(CacheLayerMixin):
 
 
 class KvCache(Cache):
-    """Grows by doubling while that stays within `max_positions` (rows times length), and to the exact size beyond."""
+    """The cache. It doubles when it grows, up to `max_positions` (rows times length), then grows to the exact size."""
 
     def __init__(self, num_layers: int, max_positions: int) -> None:
         self._max_positions = max_positions
@@ -81,19 +81,19 @@ class KvCache(Cache):
         self.view = 0
         self.positions: Tensor = torch.zeros(0, dtype=torch.long)
         self.copies: Tensor | None = None
-        """In prefill: which of the prompts each new row repeats."""
+        """In prefill: the number of each new row's prompt."""
         super().__init__(layers=[KvCacheLayer(self) for _ in range(num_layers)])
 
     def reserve(self, rows: int, length: int) -> None:
-        """Room for `rows` live rows of `length` positions."""
+        """Make room for `rows` live rows of `length` positions."""
         if rows <= self.rows_held and length <= self.length_held:
             return
-        # From what is wanted, not from what is held: many short rows and then one long one are not many long ones.
+        # From the needed size, not the current one: many short rows and then one long row do not need many long rows.
         self.rows_held, self.length_held = cache_held(rows, length, self._max_positions)
         for layer in self.layers:
             layer.resize(self.rows_held, self.length_held, self.num_rows)  # pyright: ignore[reportAttributeAccessIssue]
 
     def move(self, source: list[int], target: list[int]) -> None:
-        """Close the gaps that ended rows left."""
+        """Move rows into the gaps that ended rows left."""
         for layer in self.layers:
             layer.move(torch.tensor(source), torch.tensor(target))  # pyright: ignore[reportAttributeAccessIssue]

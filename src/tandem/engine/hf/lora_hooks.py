@@ -1,6 +1,6 @@
-"""A LoRA adapter on a module that knows nothing of it: its matrices beside the linear layers, added by hooks.
+"""Add a LoRA adapter to a plain module: forward hooks on the linear layers add its matrices' output.
 
-One adapter at a time. Names are PEFT's, as they travel: base_model.model.<layer>.lora_A.weight, with B scaled already.
+One adapter at a time. Names are PEFT's, as they are sent: base_model.model.<layer>.lora_A.weight; B is scaled already.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class HookedAdapter:
         self._hooks: list[Any] = []
 
     def check(self, arrived: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        """SyncError if they are no adapter of this module."""
+        """Raise SyncError unless the tensors are an adapter of this module."""
         rank = config.get("r")
         if not arrived:
-            raise SyncError("the adapter that arrived is empty: the base alone would be served")
+            raise SyncError("the adapter that arrived is empty: only the base would be served")
         owners = {name.removesuffix(".weight").rpartition(".")[0] for name in arrived}
         for owner in owners:
             pair = [arrived.get(f"{owner}.lora_{side}.weight") for side in "AB"]
@@ -38,7 +38,7 @@ class HookedAdapter:
                 raise SyncError(f"adapter: '{owner}' has only one of its two matrices")
             found, wanted = [list(a.shape), list(b.shape)], [[rank, layer.in_features], [layer.out_features, rank]]
             if found != wanted:
-                raise SyncError(f"adapter: '{owner}' has matrices of {found}, rank {rank} here needs {wanted}")
+                raise SyncError(f"adapter: '{owner}' has matrices of shapes {found}; rank {rank} needs {wanted} here")
         if len(arrived) != 2 * len(owners):
             raise SyncError(f"adapter: {len(arrived)} tensors for {len(owners)} layers: some are of another kind")
         finite = Finite()

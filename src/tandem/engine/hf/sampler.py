@@ -1,7 +1,7 @@
-"""One token for each row, drawn by the row's own settings.
+"""Draw one token for each row, with the row's own settings.
 
-Shapes: S rows, V vocabulary. The random number of a token is a hash of its request's seed and its position, so that a
-request draws the same tokens whatever else is in the batch, and nothing has to be saved to go on later.
+Shapes: S rows, V vocabulary. The random number of a token is a hash of its request's seed and its position. So a
+request draws the same tokens in any batch, and no random state has to be saved.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Settings:
 
 
 def draw(logits_SV: Tensor, settings: Settings, drawn_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and their logprobs under the distribution they were drawn from. `drawn_S`: tokens each request has so far."""
+    """Return ids and their logprobs under the distribution they were drawn from. `drawn_S`: tokens drawn so far."""
     temperature_S1 = settings.temperature_S[:, None]
     greedy_S = settings.temperature_S == 0
     scaled_SV = logits_SV / torch.where(temperature_S1 == 0, 1.0, temperature_S1)
     if bool((settings.top_k_S > 0).any() | (settings.top_p_S < 1).any()):
-        # A greedy row keeps every token: its logprobs are the untempered model's.
+        # A greedy row keeps every token: its logprobs are the model's at temperature 1.
         top_p_S, top_k_S = settings.top_p_S.masked_fill(greedy_S, 1.0), settings.top_k_S.masked_fill(greedy_S, 0)
         scaled_SV = _keep_likely(scaled_SV, top_p_S, top_k_S)
     logprobs_SV = scaled_SV.log_softmax(-1)
@@ -60,7 +60,7 @@ def draw(logits_SV: Tensor, settings: Settings, drawn_S: Tensor) -> tuple[Tensor
 
 
 def _keep_likely(logits_SV: Tensor, top_p_S: Tensor, top_k_S: Tensor) -> Tensor:
-    """Minus infinity on what top-k and then top-p leave out; the most likely token always stays."""
+    """Set logits to minus infinity that top-k and then top-p exclude; the most likely token always stays."""
     sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(logits_SV.shape[-1], device=logits_SV.device)
     limit_S = torch.where(top_k_S > 0, top_k_S, logits_SV.shape[-1])
@@ -77,11 +77,11 @@ _GOLDEN, _MIX_1, _MIX_2 = (
     -0x61C8864680B583EB,
     -0x40A7B892E31B1A47,
     -0x6B2FB644ECCEEE15,
-)  # splitmix64's, as signed integers
+)  # constants of splitmix64, as signed integers
 
 
 def uniform(seed_S: Tensor, count_S: Tensor) -> Tensor:
-    """In [0, 1), float64: splitmix64 of the seed, then of the count."""
+    """Return random numbers in [0, 1), float64: splitmix64 of the seed, then of the count."""
     bits_S = _mix(_mix(seed_S) + (count_S + 1) * _GOLDEN)
     return ((bits_S >> 11) & (2**53 - 1)).double() * 2.0**-53
 

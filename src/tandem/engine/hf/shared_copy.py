@@ -1,4 +1,4 @@
-"""A second module that computes with the very weights of a first one, until either is given others: no copy of them."""
+"""Make a second module that shares the first one's weights, without a copy, until either gets others."""
 
 from __future__ import annotations
 

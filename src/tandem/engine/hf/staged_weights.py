@@ -1,6 +1,6 @@
-"""What an engine serves from, and how another version takes its place: staged, verified, flipped by pointers alone.
+"""Replace the served weights of a module: stage a version, verify it, then flip by changing pointers.
 
-Until `flip` nothing that is served has changed; `flip` itself does all of it or nothing, and takes microseconds.
+Nothing that is served changes before `flip`. `flip` succeeds completely or changes nothing, and takes microseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.types import Fingerprints, WeightKind, Weights
 
 @dataclass(frozen=True, slots=True)
 class StagedVersion:
-    """A version that is ready. What is served is this very memory, so its fingerprints are the proof."""
+    """A verified version. Exactly this memory will be served, so its fingerprints are the proof."""
 
     kind: WeightKind
     tensors: Mapping[str, Tensor]
@@ -42,7 +42,7 @@ class StagedWeights:
         move_in(self._live().items(), storage)
 
     def stage(self, weights: Weights, phases: Phases) -> StagedVersion:
-        """Everything that can go wrong goes wrong here."""
+        """Copy a version to the device and verify it; all errors are raised here, before anything changes."""
         arrived = dict(weights.tensors())
         if weights.kind == "live":
             self._check_identity(arrived)
@@ -54,21 +54,21 @@ class StagedWeights:
         else:
             self._adapter.check(arrived, weights.adapter)
         device = next(self._module.parameters()).device
-        apart = bool(weights.path)  # who writes over the files later, or cuts them, must not reach what is served
+        apart = bool(weights.path)  # later changes of the files must not affect served weights
         staged = {name: tensor.to(device, copy=apart) for name, tensor in arrived.items()}
         phases.end("stage")
         found = fingerprints(staged)
         if odd := [name for name in found if found[name] != weights.expected.get(name)]:
             raise SyncError(
                 f"version {weights.version}: what arrived of '{odd[0]}' is not what was sent ({len(odd)} of "
-                f"{len(found)} tensors); the version before goes on serving"
+                f"{len(found)} tensors); the previous version stays in service"
             )
         phases.end("verify")
         return StagedVersion(weights.kind, staged, found)
 
     def flip(self, staged: StagedVersion) -> Fingerprints:
-        """The proof that forward passes now read the memory that was verified, and no other; or they read what they did
-        before."""
+        """Serve the staged version; return its fingerprints. Checks that forward passes read exactly the verified
+        memory; otherwise the previous version is restored."""
         adapter, tensors = self._adapter.serving(), {name: tensor.data for name, tensor in self._live().items()}
         self._point_at(staged)
         serving = self._adapter.serving() if staged.kind == "adapter" else self._live()
@@ -79,18 +79,18 @@ class StagedWeights:
                 tensor.data = tensors[name]
             raise SyncError(
                 f"'{odd[0]}' would be served from other memory than was verified ({len(odd)} of {len(staged.tensors)} "
-                "tensors); the version before goes on serving"
+                "tensors); the previous version stays in service"
             )
         return staged.fingerprints
 
     def _point_at(self, staged: StagedVersion) -> None:
-        # An adapter that stayed when whole weights come would be served on top of them: they hold one already, merged.
+        # Full weights contain the merged adapter, so an adapter that stayed would be applied twice.
         self._adapter.use(staged.tensors if staged.kind == "adapter" else {})
         for name, tensor in self._live().items() if staged.kind == "full" else ():
             tensor.data = staged.tensors[name]
 
     def fingerprints(self) -> Fingerprints:
-        """Of the whole module, computed now."""
+        """Compute fingerprints of the whole module now."""
         return fingerprints(self._live())
 
     def remember(self) -> None:
@@ -98,14 +98,14 @@ class StagedWeights:
         self._remembered = self.fingerprints()
 
     def intact(self) -> bool:
-        """Nothing was written since."""
+        """Return whether the memory is unchanged since `remember`."""
         return self.fingerprints() == self._remembered
 
     def _live(self) -> dict[str, Tensor]:
         return dict(live_tensors(self._module))
 
     def _check_identity(self, theirs: Mapping[str, Tensor]) -> None:
-        """Every tensor that this engine serves must be the trainer's own memory, under the same name."""
+        """Raise SyncError unless every served tensor is the trainer's own memory, under the same name."""
         ours = self._live()
         if odd := sorted(ours.keys() ^ theirs.keys()):
             raise SyncError(f"single copy: {len(odd)} tensors are on one side only: {', '.join(odd[:3])}")
@@ -114,12 +114,12 @@ class StagedWeights:
                 raise SyncError(f"single copy: '{name}' is not the trainer's memory; it would serve old weights")
 
     def _check_apart(self, arrived: Mapping[str, Tensor]) -> None:
-        """A buffer that is used again, while the version in it is served, has torn that version."""
+        """Raise SyncError if a version arrived in memory that is served, which tears the served version."""
         served = {_storage(tensor) for tensor in (*self._live().values(), *self._adapter.serving().values())}
         if odd := [name for name, tensor in arrived.items() if tensor.numel() and _storage(tensor) in served]:
             raise SyncError(
-                f"'{odd[0]}' arrived in the very memory that is served ({len(odd)} of {len(arrived)} tensors): the "
-                "version before was written over while it answered; every version needs memory of its own"
+                f"'{odd[0]}' arrived in the memory that is served ({len(odd)} of {len(arrived)} tensors): the "
+                "served version was overwritten; every version needs its own memory"
             )
 
     def _check_fits(self, theirs: Mapping[str, Tensor]) -> None:
@@ -127,7 +127,7 @@ class StagedWeights:
         if odd := sorted(ours.keys() ^ theirs.keys()):
             raise SyncError(
                 f"{len(odd)} of {len(ours.keys() | theirs.keys())} tensors are on one side only, as '{odd[0]}'; "
-                "all of them are mapped, or none is served"
+                "nothing is served unless all are mapped"
             )
         for name, tensor in ours.items():
             other = theirs[name]

@@ -1,4 +1,4 @@
-"""HTTP towards engines: pooled connections, server-sent events, a deadline on silence.
+"""HTTP clients of engines: pooled connections, server-sent events, a deadline on silence.
 
-The other engine folders import it; it knows none of them.
+The other engine folders import it; it imports none of them.
 """

@@ -1,6 +1,6 @@
-"""How engines are asked: HTTP over connections that are kept, answers whole or piece by piece.
+"""An HTTP client for engines: it keeps connections open, and returns responses whole or as streams.
 
-By aiohttp: of a core, a request takes it 0.12 ms, and httpx 0.59, and a step asks hundreds of them at once.
+It uses aiohttp, which needs 0.12 ms of a core per request; httpx needs 0.59 ms, and a step has hundreds of requests.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import aiohttp
 import httpx
 
 _CLOSED = "this end was closed"
-_IDLE_S = 4.0  # less than servers keep them: none is used as it is being closed
+_IDLE_S = 4.0  # shorter than servers keep connections, so that none is used while the server closes it
 _CONNECT_S = 5.0
-_AT_ONCE_BYTES = 2**20  # more is written piece by piece, and others have their turn between
-TAKEN_S = 30.0  # a request by its server
-_HEADER_BYTES = 2**16  # a line of an answer's: gateways in between add their own
+_AT_ONCE_BYTES = 2**20  # larger bodies are written in pieces, so that other requests can run in between
+TAKEN_S = 30.0  # for a server to read a request
+_HEADER_BYTES = 2**16  # of a header line; gateways add headers
 
 
 class Broken(Exception):
@@ -30,14 +30,14 @@ class Broken(Exception):
 
 
 class Silent(Exception):
-    """It is there, and said nothing for as long as was asked for."""
+    """The server is connected but sent nothing within the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
     status: int
     kind: str
-    """Its media type."""
+    """The media type."""
     content: bytes
 
     @property
@@ -46,13 +46,13 @@ class HttpResponse:
 
 
 class IncomingBody:
-    """An answer whose content is yet to come. What goes wrong with it is told by the `stream` that it is of."""
+    """A response whose body has not been read yet. Errors of the body are raised by its `stream`."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response, self.status, self.kind = response, response.status, response.content_type
 
     def header(self, name: str) -> str:
-        """Empty if it has none of that name."""
+        """Return a header; empty if it is missing."""
         return self._response.headers.get(name, "")
 
     async def whole(self) -> HttpResponse:
@@ -62,19 +62,18 @@ class IncomingBody:
         try:
             while piece := await self._response.content.readany():
                 yield piece
-        except RuntimeError as error:  # the connection went between two reads, or just as one was woken for nothing
+        except RuntimeError as error:  # the connection closed between two reads
             raise aiohttp.ClientConnectionError(str(error)) from error
 
 
 class HttpClient:
-    """Of one server that takes JSON. No proxy of the environment: what is asked, and the token with it, is for this
-    server alone."""
+    """A client of one server with JSON bodies. It uses no proxy from the environment, which would see the token."""
 
     def __init__(
         self, url: str, *, headers: Mapping[str, str] | None = None, socket: Path | None = None, most: int
     ) -> None:
-        """`socket`: where it listens, if that is a file. `most`: streams at a time; later ones
-        wait for one to end; 0: any number. Urgent requests and those with one short answer never wait."""
+        """`socket`: the server's socket file, if it has one. `most`: streams at a time, further ones wait; 0: any
+        number. Urgent requests and those of `ask` never wait."""
         self._url, self._socket = url.rstrip("/"), socket
         self._turn = asyncio.Semaphore(most) if most else nullcontext()
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **(headers or {})}
@@ -95,15 +94,15 @@ class HttpClient:
         within_s: float,
         query: Mapping[str, str] | None = None,
     ) -> HttpResponse:
-        """`within_s`: what it says next may be that late."""
+        """Send a request and return the whole response. `within_s`: longest wait for the next byte."""
         with self._as_ours():
             try:
-                async with asyncio.timeout(TAKEN_S + within_s):  # sock_read begins when all is sent
+                async with asyncio.timeout(TAKEN_S + within_s):  # sock_read begins once the request is sent
                     response = await self._request(method, path, content, within_s, query)
             except TimeoutError as error:
                 if isinstance(error, aiohttp.ClientError):
                     raise
-                raise Broken("the request was not taken") from error
+                raise Broken("the server did not read the request") from error
             async with self._held(response):
                 return await IncomingBody(response).whole()
 
@@ -111,8 +110,8 @@ class HttpClient:
     async def stream(
         self, path: str, content: bytes | None, method: str = "POST", *, urgent: bool = False
     ) -> AsyncIterator[IncomingBody]:
-        """However long that takes. Who leaves before its end hangs up."""
-        for _ in range(2):  # a loop that stood still hears first which connections were closed meanwhile
+        """Send a request and yield the response as a stream, without a time limit. Leaving the context hangs up."""
+        for _ in range(2):  # a loop that was blocked first learns which connections were closed
             await asyncio.sleep(0)
         with self._as_ours():
             async with nullcontext() if urgent else self._turn:
@@ -121,7 +120,7 @@ class HttpClient:
 
     async def close(self) -> None:
         self.closed = True
-        for response in self._coming:  # the session would leave who reads them waiting
+        for response in self._coming:  # closing the session alone would leave readers waiting
             response.close()
         if self._session is not None:
             await self._session.close()
@@ -140,7 +139,7 @@ class HttpClient:
     ) -> aiohttp.ClientResponse:
         if self.closed:
             raise Broken(_CLOSED)
-        if self._session is None:  # it belongs to the loop that runs when it is made
+        if self._session is None:  # made here, because it belongs to the running event loop
             self._session = aiohttp.ClientSession(
                 connector=self._connector(),
                 headers=self._headers,
@@ -173,7 +172,7 @@ class HttpClient:
             raise Silent(str(error)) from error
         except aiohttp.ClientError as error:
             raise Broken(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        except asyncio.CancelledError:  # aiohttp raises it for connections that are being made while this end closes
+        except asyncio.CancelledError:  # aiohttp raises it for connections in progress when this client closes
             task = asyncio.current_task()
             if self.closed and not (task and task.cancelling()):
                 raise Broken(_CLOSED) from None
@@ -186,7 +185,7 @@ class HttpClient:
 
 
 def _impatient(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that breaks when the peer stops reading; aiohttp itself would wait without end."""
+    """Return a socket that fails when the peer stops reading; aiohttp itself would wait for ever."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux

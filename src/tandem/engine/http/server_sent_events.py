@@ -1,4 +1,4 @@
-"""Server-sent events, as they come in."""
+"""Read server-sent events from a stream."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterable
 from tandem.errors import EngineError
 
 ANSWER_BYTES = 4 * 2**20
-"""Of one event, or of one answer that is no stream."""
+"""Most bytes of one event, or of one response that is no stream."""
 
 
 async def server_sent(pieces: AsyncIterable[bytes], where: str) -> AsyncGenerator[bytes]:
-    """The data of each event. Lines end as the bytes do: not at U+2028, in the midst of a text that is told; and one
-    without an end would fill the memory."""
+    """Yield the data of each event. Lines end at newline bytes only, because U+2028 may be inside a text. The size of
+    an event is limited, so that a line without an end cannot fill the memory."""
     rest, data, held = b"", list[bytes](), 0
     async for chunk in pieces:
         *lines, rest = (rest + chunk).split(b"\n")

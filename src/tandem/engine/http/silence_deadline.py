@@ -1,7 +1,7 @@
-"""How long an engine elsewhere may say nothing.
+"""Limit the time in which an engine in another process sends nothing.
 
-A request that waits its turn behind others is not a silent engine, and neither is an event loop that a training step
-holds: so silence is `limit_s` without a byte, counted in quarters, and a long standstill counts as one quarter.
+A queued request does not mean a silent engine, and neither does an event loop that a training step blocks. So silence
+is `limit_s` without a byte for any request. It is counted in quarters, and a long block counts as one quarter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SilenceDeadline:
         self._next_look: asyncio.TimerHandle | None = None
 
     def heard(self) -> None:
-        """It said something, to whomever."""
+        """Note that the engine sent something, for any request."""
         self._heard += 1
 
     @asynccontextmanager
@@ -44,7 +44,7 @@ class SilenceDeadline:
             if not timeout.expired():
                 raise
             raise EngineSilent(
-                f"{self._whose}: no token for anybody within engine.deadline_s = {self._limit_s:g} s"
+                f"{self._whose}: no token for any request within engine.deadline_s = {self._limit_s:g} s"
             ) from None
 
     def _look_later(self) -> None:

@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server, as it is talked to: every wait ends, every answer is bounded, every failure has a type.
+"""A client of an OpenAI-compatible server: every wait has a limit, every answer a size limit, every failure a type.
 
-EngineLost: it is not there, or hung up. EngineError: it is there and refuses. Neither ever shows the key.
+EngineLost: the server does not answer, or hung up. EngineError: it refuses. Error texts never contain the key.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tandem.io.engine_messages import decoded, encoded
 from tandem.io.retry_after import retry_after_s
 
 _HEALTHY_S = 5.0
-_BUSY_S, _BUSY_MOST_S = 1.0, 10.0  # after "too many requests", where it does not say how long
+_BUSY_S, _BUSY_MOST_S = 1.0, 10.0  # after "too many requests" without a Retry-After
 _TOLD_CHARS = 400
 _DRAIN_S = 0.5
 _API = "/v1"
 
 
 class RemoteServer:
-    """`key_env` and `key_file` say where the API key lies; nothing here shows it."""
+    """The server. `key_env` and `key_file` name the source of the API key, which is never shown."""
 
     def __init__(self, url: str, *, key_env: str = "", key_file: str = "") -> None:
         self.url = _checked(url)
@@ -43,27 +43,27 @@ class RemoteServer:
     async def close(self) -> None:
         await self._http.close()
 
-    # --- questions with one answer
+    # --- requests with one response
 
     async def healthy(self, within_s: float) -> bool:
         try:
             status, _ = await self._ask("GET", "/health", None, within_s)
         except EngineLost:
             return False
-        return status < 500  # many have no such page
+        return status < 500  # many servers lack this route
 
     async def models(self, within_s: float) -> dict[str, Mapping[str, Any]]:
-        """By the name that requests may ask for."""
+        """Return the models by the name that requests use."""
         status, body = await self._ask("GET", _API + "/models", None, within_s)
         if status != 200:
             raise (EngineLost if status >= 500 else EngineError)(self._refusal("GET /models", status, body))
         listed = body.get("data") if isinstance(body, dict) else None
         if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-            raise EngineError(f"{self.url}/models: the answer is no list of models")
+            raise EngineError(f"{self.url}/models: the answer is not a list of models")
         return {str(each.get("id")): each for each in listed}
 
     async def post(self, path: str, body: Mapping[str, Any], within_s: float) -> tuple[int, str]:
-        """The status, and what it says about a refusal."""
+        """Post; return the status and the text of a refusal."""
         status, answer = await self._ask("POST", _API + path, body, within_s)
         return status, self._refusal(f"POST {path}", status, answer)
 
@@ -79,10 +79,10 @@ class RemoteServer:
         except ValueError:
             return answer.status, raw.decode(errors="replace")
 
-    # --- questions whose answer comes piece by piece
+    # --- requests with a stream
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """Up to the mark that ends the stream. How long to wait for the next one is the caller's to say."""
+        """Post; yield the events up to the mark that ends the stream. The caller limits the wait for each."""
         while True:
             async with self._open("POST", _API + path, body) as answer:
                 if answer.status == 429:
@@ -95,17 +95,17 @@ class RemoteServer:
                                 await _drain(sent)
                                 return
                             yield await self._event(path, data)
-                    raise EngineLost(f"{self.url}: the stream broke off before its end")
+                    raise EngineLost(f"{self.url}: the stream ended before its end mark")
             await asyncio.sleep(wait_s)
 
     async def _check_stream(self, path: str, answer: IncomingBody) -> None:
         if answer.status >= 400:
             raise await self._failure(f"POST {path}", answer.status, await self._whole(answer))
         if answer.status != 200:
-            told = f"status {answer.status}; redirects are not followed, give the final url"
+            told = f"status {answer.status}; redirects are not followed; use the final URL"
             raise EngineError(f"{self.url}{path}: {told}")
         if answer.kind != "text/event-stream":
-            raise EngineError(f"{self.url}{path}: asked for a stream, and the answer is '{answer.kind}'")
+            raise EngineError(f"{self.url}{path}: asked for a stream, but the answer is '{answer.kind}'")
 
     async def _event(self, path: str, data: bytes) -> dict[str, Any]:
         try:
@@ -113,12 +113,12 @@ class RemoteServer:
         except ValueError:
             event = None
         if not isinstance(event, dict):
-            raise EngineError(f"{self.url}{path}: an event of the stream is no JSON object")
-        if event.get("error"):  # the status line was out when it failed
+            raise EngineError(f"{self.url}{path}: an event of the stream is not a JSON object")
+        if event.get("error"):  # it failed after the status line was sent
             raise await self._failure(f"POST {path}", 500, data)
         return event
 
-    # --- one connection, and what can go wrong with it
+    # --- one connection and its errors
 
     @asynccontextmanager
     async def _open(self, method: str, path: str, body: Any) -> AsyncIterator[IncomingBody]:
@@ -128,7 +128,7 @@ class RemoteServer:
         except Broken as error:
             if self._http.closed:
                 raise EngineError("engine: closed") from error
-            told = " ".join(self._without_key(str(error)).split())  # aiohttp shows what it could not read, over lines
+            told = " ".join(self._without_key(str(error)).split())  # aiohttp quotes unreadable bytes over several lines
             raise EngineLost(f"{self._root}{path}: {told}") from None
 
     async def _whole(self, answer: IncomingBody) -> bytes:
@@ -140,10 +140,10 @@ class RemoteServer:
         return bytes(raw)
 
     async def _failure(self, what: str, status: int, raw: bytes) -> EngineError:
-        """A request that failed on a server that lives is one error; a server that dies of it, another."""
+        """Return EngineError if the server is still healthy, and EngineLost if it is not."""
         text = self._refusal(what, status, raw.decode(errors="replace"))
         if status >= 500 and not await self.healthy(_HEALTHY_S):
-            return EngineLost(f"{text}; and it is not healthy any more")
+            return EngineLost(f"{text}; and the server is no longer healthy")
         return EngineError(text)
 
     def _refusal(self, what: str, status: int, body: Any) -> str:
@@ -153,7 +153,7 @@ class RemoteServer:
                 told = _loaded(told)
         while isinstance(told, dict):
             told = next((told[key] for key in ("error", "message", "detail") if told.get(key)), json.dumps(told))
-        text = self._without_key(str(told))  # some servers repeat what they were sent
+        text = self._without_key(str(told))  # some servers quote the request
         return f"{self.url}: {what}: {status} {text[:_TOLD_CHARS]}"
 
 
@@ -161,19 +161,19 @@ def _checked(url: str) -> str:
     try:
         parts = httpx.URL(url)
     except (httpx.InvalidURL, TypeError):
-        raise SpecError(f"engine.urls: '{url}' is no URL") from None
+        raise SpecError(f"engine.urls: '{url}' is not a URL") from None
     if parts.scheme not in ("http", "https") or not parts.host:
         raise SpecError(f"engine.urls: '{url}' must begin with http:// or https://")
     if parts.userinfo:
         raise SpecError("engine.urls: a URL holds a user name or password; give the key by engine.key_env")
     if parts.query or parts.fragment or not parts.path.rstrip("/").endswith(_API):
-        raise SpecError(f"engine.urls: '{url}' must be a base URL: it ends in /v1")
+        raise SpecError(f"engine.urls: '{url}' must be a base URL that ends in /v1")
     return str(parts).rstrip("/")
 
 
 def _key(key_env: str, key_file: str) -> str:
     if key_env and key_file:
-        raise SpecError("engine.key_env and engine.key_file are both given; one of them holds the key")
+        raise SpecError("engine.key_env and engine.key_file are both set; set one of them")
     if not key_env and not key_file:
         return ""
     named = f"engine.key_env = '{key_env}'" if key_env else f"engine.key_file = '{key_file}'"
@@ -182,12 +182,12 @@ def _key(key_env: str, key_file: str) -> str:
     except (KeyError, OSError, UnicodeDecodeError):
         raise SpecError(f"{named}: there is no such " + ("environment variable" if key_env else "file")) from None
     if not key.isascii() or not key.isprintable() or not key or " " in key:
-        raise SpecError(f"{named}: what it holds cannot be an API key")
+        raise SpecError(f"{named}: its content is not a valid API key")
     return key
 
 
 def _loaded(raw: bytes | str) -> Any:
-    """ValueError for what is no JSON; but a NaN is told of where it stands."""
+    """Parse JSON; ValueError if it is invalid. NaN is accepted, because the caller names the field that has it."""
     try:
         return decoded(raw)
     except ValueError:
@@ -204,7 +204,7 @@ def _retry_after(answer: IncomingBody) -> float:
 
 
 async def _drain(rest: AsyncIterator[bytes]) -> None:
-    """To the end of what is over, so that the connection can be used again."""
+    """Read the rest of an ended stream, so that the connection can be reused."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in rest:

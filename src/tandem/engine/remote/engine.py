@@ -1,11 +1,10 @@
-"""remote: any OpenAI-compatible server that takes token ids and gives them back, with the logprob of each.
+"""remote: an engine on any OpenAI-compatible server that accepts and returns token ids, with their logprobs.
 
-consumes: prompts                waits for: the server, for as long as it has something to say to anybody
-produces: completions            versions: LoRA files, each under a name of its own, by the server's own interface
+consumes: prompts                waits for: the server, as long as it sends anything for any request
+produces: completions            versions are LoRA files, each loaded under its own name by the server's API
 
-A request is bound to a version by the name that it asks for, and ends under it: a version that comes meanwhile is
-loaded beside it. One server is one replica; several are a pool of these. Its memory cannot be read, so what it really
-serves is for the canary to say.
+A request names its version and ends under it; a version that arrives meanwhile is loaded beside it. One server is one
+replica; several form a pool. The server's memory cannot be read, so only the canary proves what it serves.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from tandem.types import Completion, Fingerprints, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
 
-_CONTROL_S = 10.0  # for questions that no forward pass stands behind
-_POLL_S, _POLL_WITHIN_S, _MISSES = 2.0, 2.0, 3  # it is lost when it missed so many looks in a row
+_CONTROL_S = 10.0  # for requests that need no forward pass
+_POLL_S, _POLL_WITHIN_S, _MISSES = 2.0, 2.0, 3  # lost after this many failed health checks in a row
 _DRAIN_POLL_S = 0.01
-_LEAST_TEMPERATURE = 0.01  # below it servers raise it, or overflow
-_SEEDS = 2**53  # JSON's whole numbers
+_LEAST_TEMPERATURE = 0.01  # lower values are raised by some servers, or overflow
+_SEEDS = 2**53  # integers that JSON can represent exactly
 _PROBE_TOKENS, _CERTAIN = 4, -1e-3
 
 
 @dataclass(slots=True, eq=False)
 class _RemoteModel:
-    """What requests may ask for by name. `version` None: it is whatever the server says that it is."""
+    """A model that requests can name. `version` None: the server's answers name the version."""
 
     name: str
     version: int | None
@@ -64,15 +63,17 @@ class RemoteEngine:
         slots: int = 4,
         poll_s: float = _POLL_S,
     ) -> None:
-        """`url` ends in /v1. `model`: the name that it serves the base under. `patience_s`: for it to come back when it
-        is attached. `slots`: most adapters there at once."""
+        """`url` ends in /v1. `model`: the server's name of the base. `patience_s`: how long attach waits for the
+        server. `slots`: most adapters loaded at one time."""
         if on_update not in ("finish", "restart"):
             raise SpecError(
                 f"engine.on_update = '{on_update}': a request to a remote server keeps the adapter that it began with; "
                 "use 'finish' or 'restart'"
             )
         if slots < 2:
-            raise SpecError(f"engine: slots = {slots}: a version is loaded beside the one before, which needs two")
+            raise SpecError(
+                f"engine: slots = {slots}: must be 2 or more, because a version is loaded beside the previous one"
+            )
         self.version, self.cache_epoch = -1, 0
         self._server = RemoteServer(url, key_env=key_env, key_file=key_file)
         self._base = self._serving = _RemoteModel(model, None)
@@ -103,16 +104,16 @@ class RemoteEngine:
         on_token: OnToken | None = None,
     ) -> Completion:
         if not prompt_ids:
-            raise EngineError("engine: an empty prompt; the first token needs something to follow")
+            raise EngineError("engine: an empty prompt; send at least one token")
         if 0 < sampling.temperature < _LEAST_TEMPERATURE:
             raise EngineError(
-                f"engine: temperature = {sampling.temperature}: 0 is greedy; otherwise at least {_LEAST_TEMPERATURE}"
+                f"engine: temperature = {sampling.temperature}: must be 0 (greedy) or at least {_LEAST_TEMPERATURE}"
             )
         await self._know_each_other(sampling)
         while True:
             model = self._serving
             if self._source is not None and model is self._base:
-                raise EngineLost(f"{self._server.url}: it was started again, and no version is loaded yet")
+                raise EngineLost(f"{self._server.url}: it was restarted, and no version is loaded yet")
             cut = asyncio.timeout(None)
             try:
                 async with cut:
@@ -120,23 +121,23 @@ class RemoteEngine:
                     try:
                         return await self._ask(model, prompt_ids, sampling, on_token)
                     finally:
-                        model.running.discard(cut)  # before it ends: only a running one can be cut
+                        model.running.discard(cut)  # now, because only a running request can be cut
             except TimeoutError:
                 if self._closed:
                     raise EngineError("engine: closed") from None
                 if not cut.expired():
-                    raise  # else a version came, and it is asked again under that one
+                    raise  # otherwise a version arrived, and the request is repeated under it
 
     async def attach(self, source: WeightSource) -> None:
         traits = traits_of(source.link)
         if source.carries != "adapter" or traits is None or "remote" not in traits.engines:
             raise SyncError(
-                "a remote server takes weights as LoRA files alone, and this bridge has none; sync.bridge = 'adapter', "
-                "in a directory that both see"
+                "a remote server can only load LoRA files, and this bridge has none; set sync.bridge = 'adapter', with "
+                "a directory that both can read"
             )
         listed = await self._reach()
         self._held = [each for each in self._held if each.name in listed]
-        if self._serving not in self._held:  # it is new, or was started again
+        if self._serving not in self._held:  # it is new, or was restarted
             self._serving, self.version = self._base, -1
         self._source, self._boot_id, self._as_drawn = source, uuid.uuid4().hex, False
         source.attached({"boot_id": self._boot_id, "workers": 1, "layout": {}})
@@ -145,18 +146,18 @@ class RemoteEngine:
         if self._source is None:
             raise SyncError("engine: load() before attach(): the source of weights is unknown")
         phases = Phases()
-        weights = await asyncio.to_thread(self._source.receive, version)  # it waits for the other end
+        weights = await asyncio.to_thread(self._source.receive, version)  # blocks until the trainer has sent it
         phases.end("wait")
         found = await asyncio.to_thread(_checked, weights, version)
         phases.end("verify")
         await self._make_room()
         phases.end("pause")
         model = _RemoteModel(f"{self._prefix}-{next(self._loads)}-v{version}", version)  # never used before
-        self._held.append(model)  # from here on it may be there, whatever it answers
+        self._held.append(model)  # from here on the server may have it, even if the call fails
         await self._put_there(model, weights.path)
         phases.end("apply")
         self._serving, self.version = model, version
-        self.cache_epoch += 1  # a new name has no keys and values of an old one
+        self.cache_epoch += 1  # a new name has no cached keys and values
         if self._restarts:
             self._cut(each for each in self._held if each is not model)
         await self._sweep()
@@ -164,7 +165,7 @@ class RemoteEngine:
         return Served(version, found, (self._boot_id,), self.cache_epoch, phases.seconds, read_back=False)
 
     async def sleep(self) -> None:
-        """It shares nothing with the trainer."""
+        """Do nothing: the server shares no memory with the trainer."""
 
     async def wake(self) -> None:
         pass
@@ -181,7 +182,7 @@ class RemoteEngine:
             misses = 0 if there else misses + 1
 
     async def found(self) -> None:
-        """Returns once the server answers, and has the base."""
+        """Return once the server answers and has the base model."""
         while True:
             try:
                 if self._base.name in await self._there():
@@ -196,7 +197,7 @@ class RemoteEngine:
         await asyncio.sleep(0)
         await self._server.close()
 
-    # --- asking
+    # --- requests
 
     async def _ask(
         self, model: _RemoteModel, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
@@ -214,7 +215,7 @@ class RemoteEngine:
             raise
         except EngineError as error:
             if model.version is not None and model.name not in await self._there():
-                raise EngineLost(f"{error}; it was started again, and has no adapter of ours any more") from None
+                raise EngineLost(f"{error}; it was restarted, and its adapters are gone") from None
             raise
         return answer.finished()
 
@@ -235,13 +236,13 @@ class RemoteEngine:
             "return_token_ids": True,
         }
         if self._owner != "tandem":
-            # Left out, they are what the model's generation_config.json says, and the logprobs are of another model.
+            # If they were left out, the model's generation_config.json would set them, and logprobs would not match.
             body |= {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
             body |= {"skip_special_tokens": False}
         return body
 
     async def _know_each_other(self, sampling: Sampling) -> None:
-        """Once: what kind of server it is, and whether its logprobs are of the distribution that it draws from."""
+        """Find out once what kind of server it is, and whether its logprobs are of the sampled distribution."""
         if self._closed:
             raise EngineError("engine: closed")
         tempered = sampling.temperature != 1.0 or sampling.top_p < 1.0 or sampling.top_k > 0
@@ -253,13 +254,13 @@ class RemoteEngine:
                 await self._models()
             if plain or self._as_drawn or self._owner == "tandem":
                 return
-            # Where only the likeliest token may be drawn it is certain, unless logprobs are of what was before top_k.
+            # With top_k = 1 a token's logprob is 0, unless logprobs are of the distribution before top_k.
             probe = Sampling(max_tokens=_PROBE_TOKENS, top_k=1)
             completion = await self._ask(self._serving, [0], probe, None)
             if min(completion.logprobs) < _CERTAIN:
                 raise EngineError(
                     f"{self._server.url}: its logprobs are of the distribution before temperature, top_p and top_k, "
-                    "and these are set: start vLLM with --logprobs-mode processed_logprobs, or sample with "
+                    "which are set: start vLLM with --logprobs-mode processed_logprobs, or sample with "
                     "temperature = 1, top_p = 1 and top_k = 0"
                 )
             self._as_drawn = True
@@ -286,35 +287,35 @@ class RemoteEngine:
 
     async def _there(self) -> dict[str, Any]:
         if not await self._server.healthy(_POLL_WITHIN_S):
-            raise EngineLost(f"{self._server.url}: it is not healthy")
+            raise EngineLost(f"{self._server.url}: the server is not healthy")
         return await self._server.models(_POLL_WITHIN_S)
 
     # --- versions
 
     async def _put_there(self, model: _RemoteModel, path: str) -> None:
-        """Whatever fails here, the version before goes on serving."""
+        """Load an adapter on the server. After a failure the previous version stays in service."""
         body = {"lora_name": model.name, "lora_path": path}
         status, told = await self._server.post("/load_lora_adapter", body, self._deadline_s)
         if status != 200:
             raise SyncError(
-                f"version {model.version} was not taken: {told}; vLLM must be started with --enable-lora, "
-                "--max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and see the adapter's directory; the version "
-                "before goes on serving"
+                f"version {model.version} was not loaded: {told}; vLLM must be started with --enable-lora, "
+                "--max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and read the adapter's files; the previous "
+                "version stays in service"
             )
         listed = (await self._models()).get(model.name)
         if listed is None:
             raise SyncError(
-                f"version {model.version}: the server said that it has '{model.name}', and does not list it: several "
-                "servers behind one URL? Give each its own in engine.urls; the version before goes on serving"
+                f"version {model.version}: the server accepted '{model.name}' but does not list it: several "
+                "servers behind one URL? List each in engine.urls; the previous version stays in service"
             )
         if listed.get("root") not in (None, path):
-            raise SyncError(f"version {model.version}: '{model.name}' is of '{listed['root']}' there, not of '{path}'")
-        try:  # some read the files no sooner than this
+            raise SyncError(f"version {model.version}: '{model.name}' is from '{listed['root']}', not from '{path}'")
+        try:  # some servers read the files only now
             await self._ask(model, [0], Sampling(max_tokens=1, temperature=0.0), None)
         except EngineLost:
             raise
         except EngineError as error:
-            raise SyncError(f"version {model.version} is loaded and answers nothing: {error}") from error
+            raise SyncError(f"version {model.version} is loaded but does not answer: {error}") from error
 
     async def _make_room(self) -> None:
         while True:
@@ -336,7 +337,7 @@ class RemoteEngine:
             except EngineLost as error:  # the next request will notice
                 status, told = 0, str(error)
             if status not in (200, 404):
-                _log.warning("an adapter stays on the server: %s", told)
+                _log.warning("an adapter could not be unloaded: %s", told)
 
     def _cut(self, models: Collection[_RemoteModel] | Any) -> None:
         now = asyncio.get_running_loop().time()
@@ -347,14 +348,14 @@ class RemoteEngine:
 
 
 def _checked(weights: Weights, version: int) -> Fingerprints:
-    """Of the files as they lie there; what the server makes of them cannot be read."""
+    """Return fingerprints of the adapter's files; the server's memory cannot be read."""
     if weights.version != version or weights.kind != "adapter" or not weights.path:
         raise SyncError(
             f"asked for version {version} as LoRA files, and got {weights.kind} weights of version {weights.version}"
         )
     arrived = dict(weights.tensors())
     if not arrived:
-        raise SyncError("the adapter that arrived is empty: the base alone would be served")
+        raise SyncError("the adapter that arrived is empty: only the base would be served")
     finite = Finite()
     for name, tensor in arrived.items():
         finite.add(name, tensor)
@@ -363,7 +364,7 @@ def _checked(weights: Weights, version: int) -> Fingerprints:
     found, sent = fingerprints(arrived), weights.expected
     if odd := sorted(name for name in found.keys() | sent.keys() if found.get(name) != sent.get(name)):
         raise SyncError(
-            f"version {version}: what lies in the files of '{odd[0]}' is not what was sent ({len(odd)} of {len(found)} "
-            "tensors); the version before goes on serving"
+            f"version {version}: the files of '{odd[0]}' are not what was sent ({len(odd)} of {len(found)} "
+            "tensors); the previous version stays in service"
         )
     return found

@@ -1,7 +1,7 @@
-"""What a remote server says, read with suspicion: token ids, a logprob for each, and which weights made them.
+"""Check a remote server's response: token ids, a logprob for each, and the versions that made them.
 
-Whatever is missing or does not add up is an error with its name. Text is never tokenised again: other ids may well
-stand behind the same text.
+Missing or inconsistent fields are errors that name them. Text is never tokenised again, because other ids may have the
+same text.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, cast
 from tandem.errors import EngineError
 from tandem.types import Completion, FinishReason, Span
 
-_ABOVE_ZERO = 1e-3  # a logprob may be by rounding
+_ABOVE_ZERO = 1e-3  # how far rounding may lift a logprob above 0
 
 
 class RemoteCompletion:
-    """One completion as it comes in. `version`: of the weights behind `model`; None: the server's own word counts."""
+    """A completion in progress. `version`: of the weights that `model` names; None: the server reports versions."""
 
     def __init__(self, where: str, prompt: Sequence[int], max_tokens: int, model: str, version: int | None) -> None:
         self._where, self._prompt, self._max_tokens = where, list(prompt), max_tokens
@@ -30,15 +30,15 @@ class RemoteCompletion:
         self._finish: FinishReason | None = None
 
     def add(self, event: Mapping[str, Any]) -> list[tuple[int, float, int]]:
-        """The new tokens: id, logprob, version."""
+        """Take an event; return its new tokens: id, logprob, version."""
         if self._version is not None and event.get("model") != self._model:
-            raise self._refused(f"asked for model '{self._model}', and '{event.get('model')}' answers")
+            raise self._refused(f"asked for model '{self._model}', but '{event.get('model')}' answers")
         self._check_prompt(event.get("prompt_token_ids"))
         choices = event.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise self._refused("an event has no list of choices")
         if any(choice.get("index") != 0 for choice in choices):
-            raise self._refused("asked for one choice, and there are more")
+            raise self._refused("asked for one choice, but there are more")
         begin = len(self._ids)
         for choice in choices:
             self._add_choice(choice)
@@ -49,31 +49,29 @@ class RemoteCompletion:
         if self._finish is None:
             raise self._refused("the stream ended without a finish_reason")
         if not self._ids:
-            raise self._refused("the completion ended without a token; the one that ends it counts too")
+            raise self._refused("the completion has no token; even an end token must be returned")
         return Completion(self._ids, self._logprobs, self._spans(), self._finish)
 
-    # --- pieces
+    # --- parts of an event
 
     def _check_prompt(self, ids: Any) -> None:
         if ids is not None and ids != self._prompt:
-            raise self._refused(
-                "it answers another prompt than was asked: prompt_token_ids are not those that were sent"
-            )
+            raise self._refused("it answers another prompt: prompt_token_ids differ from those that were sent")
 
     def _add_choice(self, choice: Mapping[str, Any]) -> None:
         self._check_prompt(choice.get("prompt_token_ids"))
         ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
         reason = choice.get("finish_reason")
         if ids is None and not choice.get("text") and reason is None:
-            return  # a greeting
+            return  # the empty first event of a stream
         if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
             raise self._refused(
-                "no token_ids come back, though return_token_ids asks for them; it needs vLLM 0.11 or later, or tandem "
-                "serve (text is never tokenised again: other ids may stand behind it)"
+                "the answer has no token_ids, although return_token_ids asks for them; use vLLM 0.11 or later, or "
+                "tandem serve (text is never tokenised again, because other ids may have the same text)"
             )
         numbers: Any = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         if ids and not isinstance(numbers, list):
-            raise self._refused("no logprobs.token_logprobs come back, though logprobs asks for those of the tokens")
+            raise self._refused("the answer has no logprobs.token_logprobs, although logprobs asks for them")
         numbers = cast("list[Any]", numbers or [])
         if len(numbers) != len(ids):
             raise self._refused(f"{len(ids)} token_ids come with {len(numbers)} token_logprobs")
@@ -87,7 +85,7 @@ class RemoteCompletion:
             raise self._refused(f"more than max_tokens = {self._max_tokens} tokens come")
         if reason is not None:
             if reason not in ("stop", "length"):
-                raise self._refused(f"the completion ended by '{reason}', and only stop and length give a whole one")
+                raise self._refused(f"the completion ended with '{reason}'; only stop and length are complete")
             self._finish = reason
             self._told = self._read_spans(choice.get("weight_versions"))
 
@@ -103,24 +101,25 @@ class RemoteCompletion:
         told = sum(tokens for _, tokens in self._told)
         if told not in (0, count):
             raise self._refused(
-                f"weight_versions count {told} tokens, and {count} came: did it begin again under new weights, and "
+                f"weight_versions count {told} tokens, but {count} arrived: did it restart under new weights, and "
                 "send the tokens of both?"
             )
-        if self._version is not None:  # it is bound to the model's name; nothing beneath may change meanwhile
+        if self._version is not None:  # the model's name stands for one version, which must not change
             if len(self._told) > 1:
-                raise self._refused(f"the weights beneath '{self._model}' changed in the middle: {self._labels()}")
+                raise self._refused(f"the weights of '{self._model}' changed in the middle: {self._labels()}")
             return [Span(self._version, count)]
         versions = [(_as_version(label), tokens) for label, tokens in self._told]
         if any(version is None for version, _ in versions):
             if len(versions) > 1:
                 raise self._refused(
-                    f"the weights changed in the middle, and their names are no numbers: {self._labels()}"
+                    f"the weights changed in the middle, and their labels are not numbers: {self._labels()}"
                 )
             return [Span(-1, count)]
         return [Span(cast("int", version), tokens) for version, tokens in versions] or [Span(-1, count)]
 
     def _read_spans(self, told: Any) -> list[tuple[Any, int]]:
-        """Ours: [[version, tokens], ...]. vLLM's, from 0.32: [{version, start, end}, ...]."""
+        """Return labels and token counts. Tandem sends [[version, tokens], ...]; vLLM, from 0.32, [{version, start,
+        end}, ...]."""
         if not told:
             return []
         try:
@@ -134,7 +133,7 @@ class RemoteCompletion:
             if any(type(tokens) is not int or tokens < 0 for _, tokens in spans):
                 raise ValueError(told)
         except (TypeError, ValueError, KeyError):
-            raise self._refused("weight_versions are of a form that is not known") from None
+            raise self._refused("weight_versions has an unknown form") from None
         return [span for span in spans if span[1]]
 
     def _labels(self) -> str:

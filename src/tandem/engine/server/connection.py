@@ -55,14 +55,14 @@ class Connection:
         """Return its status; raise EngineLost if it does not answer."""
         status = await self.status()
         if not isinstance(status.get("boot_id"), str):
-            raise EngineError(f"engine: the server at {self.url} is no engine of `tandem engine serve`")
+            raise EngineError(f"engine: the server at {self.url} is not an engine of `tandem engine serve`")
         self.boot_id = status["boot_id"]
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(loop,), name="engine watch", daemon=True).start()
         return status
 
     def expect_loaded(self) -> None:
-        """From now on, an engine that cannot answer is lost."""
+        """Treat the engine as lost, from now on, if it does not answer."""
         self._loaded = True
 
     async def status(self) -> Mapping[str, Any]:
@@ -79,7 +79,7 @@ class Connection:
         asked = asdict(sampling)
         if on_update := asked.pop("on_update"):
             raise EngineError(
-                f"engine: on_update = '{on_update}': {self.url} treats all requests alike when weights come"
+                f"engine: on_update = '{on_update}': {self.url} has one on_update setting for all requests"
             )
         body = {
             "prompt_ids": list(prompt_ids),
@@ -172,19 +172,24 @@ class Connection:
             while not self._closed.wait(BEAT_S):
                 try:
                     why, missed = self._look(client), 0
-                except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # no JSON, or not what it says
+                except (
+                    httpx.HTTPError,
+                    ValueError,
+                    LookupError,
+                    TypeError,
+                ) as error:  # not an engine's status
                     missed += 1
                     why = self._describe(error) if missed == _BEATS_MISSED or self._exit_report() else ""
                 if why:
-                    with suppress(RuntimeError):  # the loop is closed: the news has no reader
+                    with suppress(RuntimeError):  # the loop is closed, so no caller waits
                         loop.call_soon_threadsafe(self._set_gone, why)
                     return
 
     def _look(self, client: httpx.Client) -> str:
-        """Why it is lost, though it answers; or nothing."""
+        """Return why the engine is lost although it answers; empty if it is not."""
         answer = client.get("/engine/status")
         if answer.status_code != 200:
-            return f"engine: {self.url} answers {answer.status_code}: it is another one than was attached"
+            return f"engine: {self.url} answers {answer.status_code}: it is not the attached engine"
         status = answer.json()
         if status["boot_id"] != self.boot_id:
             return _started_anew(self.url)
@@ -205,7 +210,7 @@ class Connection:
 
 
 class _Growing:
-    """A completion, from pieces of its lines."""
+    """Builds a completion from pieces of its lines."""
 
     def __init__(self, on_token: OnToken | None) -> None:
         self.completion: Completion | None = None
@@ -220,9 +225,9 @@ class _Growing:
             if "ids" in told:
                 self._add(told["ids"], told["logprobs"], told["version"])
             elif "error" in told:
-                raise error_of(told, "engine: it failed without a reason")
+                raise error_of(told, "engine: it failed without giving a reason")
             else:
-                # Fewer than were told: it began again under a new version, and what came before that is forgotten.
+                # Fewer than arrived: the request restarted under a new version, and its earlier tokens are dropped.
                 start = len(self._ids) - sum(count for _, count in told["spans"])
                 spans = [Span(version, count) for version, count in told["spans"]]
                 self.completion = Completion(self._ids[start:], self._logprobs[start:], spans, told["finish_reason"])

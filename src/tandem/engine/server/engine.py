@@ -100,7 +100,7 @@ class ServerEngine:
 
     @property
     def is_coming(self) -> bool:
-        """Whether it is starting, being connected to, or loading its first version; each has its own deadline."""
+        """Whether the engine is starting, being connected to, or loading its first version; each has a deadline."""
         return self._connecting.locked() or not self._serving.is_set()
 
     async def generate(
@@ -160,7 +160,7 @@ class ServerEngine:
     async def sleep(self) -> None:
         if self._pauses:
             if lent_bytes := await self._pause():
-                _log.info("the engine sleeps: %.2f GiB of GPU memory are the trainer's", lent_bytes / 2**30)
+                _log.info("the engine sleeps: %.2f GiB of GPU memory are free for the trainer", lent_bytes / 2**30)
             self._keep_renewing()
 
     async def wake(self) -> None:

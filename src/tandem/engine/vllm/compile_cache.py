@@ -1,9 +1,9 @@
-"""Names that stay the same from one vLLM to the next: by them it finds what it has compiled.
+"""Give vLLM paths that stay the same between starts, so that it finds its compiled kernels again.
 
-The path of the model is one: so each version that is served from a directory of its own, and each run, was compiled
-again, 24 s and 14 s of kernels for 1.7B. What is compiled depends on the configuration alone. So vLLM is given a link
-whose name does, too, and which is not turned to other weights while a process uses it: a process with other weights
-gets another link, of the same form. The files that code was compiled from are others; some of them are Tandem's.
+vLLM's cache key contains the model's path. So each version in its own directory, and each run, was compiled again: 24
+s, and 14 s of kernels, for 1.7B. But the compiled code depends only on the model's configuration. So vLLM gets a link
+whose name depends only on it. The link does not change its target while a process uses it; a process with other weights
+gets another link. The key also contains the paths of source files, some of which are Tandem's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
-_MOST = 64  # engines of one form on one machine, each of other weights
+_MOST = 64  # engines of one configuration on one machine, each with other weights
 
 
 def package_path(otherwise: Path) -> Path:
-    """A directory that holds a link to this package, and nothing else. `otherwise`: where it is made if it cannot be
-    under a name that stays."""
+    """Return a directory that contains only a link to this package. `otherwise`: the path to use if no stable path can
+    be made."""
     package = Path(__file__).parents[2]
     try:
         path = _home() / f"package-{hashlib.blake2b(str(package).encode(), digest_size=8).hexdigest()}"
@@ -46,19 +46,21 @@ class ModelLink:
         try:
             config = (Path(model) / "config.json").read_bytes()
         except OSError as error:
-            self.why_not = f"its form is not known: {error}" if Path(model).exists() else "it is no directory here"
+            self.why_not = (
+                f"its config.json cannot be read: {error}" if Path(model).exists() else "it is not a directory"
+            )
             return
-        # Locks of another machine may not be seen, where both have one home.
+        # With the machine's name, because locks of other machines that share the home may be invisible.
         form = hashlib.blake2b(config + platform.node().encode(), digest_size=8).hexdigest()
         try:
             stem = _home() / form
             stem.parent.mkdir(parents=True, exist_ok=True)
             self._take(stem, Path(model).resolve())
         except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home directory
-            self.why_not = f"no link can be made there: {error}"
+            self.why_not = f"no link can be made: {error}"
 
     def close(self) -> None:
-        """Others may turn it to their weights."""
+        """Release the link, so that other processes may change its target."""
         if self._unlock is not None:
             self._unlock()
 
@@ -74,7 +76,7 @@ class ModelLink:
                 os.close(lock)
                 raise
             os.close(lock)
-        self.why_not = f"{_MOST} engines of its form are running"
+        self.why_not = f"{_MOST} engines of its configuration are running"
 
 
 def _is_ours(lock: int, link: Path, target: Path) -> bool:
@@ -83,7 +85,7 @@ def _is_ours(lock: int, link: Path, target: Path) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _turn(link, target)
     with suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others may have come between the two
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # another process may have changed it between the two locks
         return link.is_symlink() and link.readlink() == target
     return False
 

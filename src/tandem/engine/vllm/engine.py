@@ -1,13 +1,12 @@
-"""vLLM as an Engine: token ids in, token ids out, and weights through what Tandem runs inside its workers.
+"""vLLM as an Engine: it samples token ids, and Tandem's code inside its workers updates the weights.
 
-consumes: prompts               waits for: vLLM's scheduler, and to be admitted while a version is exchanged
-produces: completions           which say of every token the version that made it
+consumes: prompts               waits for: vLLM's scheduler, and the gate while a version is put in place
+produces: completions           with the version that made each token
 
-Which version that is and who is admitted is engine/vllm/weight_update.py's. What vLLM has cached is found by no
-request of
-another version: it is cleared at each exchange, and those that come later have another `cache_salt`. Where workers can
-keep what they sample, a request's answer is its token ids alone, and logprobs are read from there
-(engine/vllm/token_reader.py); where not, vLLM's server sends every token by itself.
+engine/vllm/weight_update.py knows the version and admits requests. No request finds cached keys and values of another
+version: vLLM's cache is cleared at each update, and each version has its own `cache_salt`. If the workers can record
+sampled tokens, a request's answer has only token ids, and the logprobs are read from the workers
+(engine/vllm/token_reader.py). Otherwise vLLM's server streams every token, which is slower.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampl
 _log = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
-_AT_THE_END = 2  # vLLM's RequestOutputKind.FINAL_ONLY: else it puts every token's answer together, to drop all but one
+_AT_THE_END = 2  # vLLM's RequestOutputKind.FINAL_ONLY: otherwise vLLM would build an output for every token
 
 
 class VllmEngine:
@@ -45,14 +44,14 @@ class VllmEngine:
         on_update: Literal["auto", OnUpdate] = "auto",
         version: int = -1,
     ) -> None:
-        """`num_ids`: ids below it exist. `on_update`: what becomes of requests under way when a version comes; auto: as
-        `continue` does, without an error where that is not possible."""
+        """`num_ids`: size of the vocabulary. `on_update`: what happens to requests in flight when a version arrives;
+        auto: `continue` if that is possible, otherwise `finish`."""
         exchange = WeightUpdate(process, "continue" if on_update == "auto" else on_update, version)
         self._process, self._exchange, self._on_update = process, exchange, on_update
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: TokenReader | None = None
-        """What the workers keep of requests under way; None: they cannot, and `_why_streamed` says why."""
+        """Reads the tokens that the workers record; None if they cannot, and `_why_streamed` says why."""
         self._why_streamed = ""
 
     # --- sampling
@@ -66,7 +65,7 @@ class VllmEngine:
         on_token: OnToken | None = None,
     ) -> Completion:
         await self._prepare()
-        # Where a text ends a completion only vLLM's server knows it: tokens come from there, one by one.
+        # Only vLLM's server knows when a stop string ends a completion, so such requests are streamed.
         sampled = None if sampling.stop and on_token is not None else self._sampled
         while True:
             async with self._exchange.admitted(may_be_held=sampled is not None):
@@ -74,11 +73,12 @@ class VllmEngine:
                     completion = await self._sample_streaming(prompt_ids, sampling, on_token)
                 else:
                     completion = await self._sample_whole(sampled, prompt_ids, sampling, on_token)
-            if completion is not None:  # else it was ended for the sake of an exchange, and is asked again
+            if completion is not None:  # otherwise an update aborted the request, and it is repeated
                 return completion
 
     async def _prepare(self) -> None:
-        """Before anything is sampled. vLLM's matrix may have more rows than there are tokens."""
+        """Prepare the workers before the first sample. vLLM's output matrix may have more rows than there are
+        tokens."""
         if self._prepared:
             return
         async with self._preparing:
@@ -97,7 +97,7 @@ class VllmEngine:
     async def _sample_whole(
         self, sampled: TokenReader, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
     ) -> Completion | None:
-        version, of_base = self.version, self._exchange.serves_base  # workers number what adapters stand upon
+        version, of_base = self.version, self._exchange.serves_base  # the workers count versions of the base
 
         def tell(token_id: int, logprob: float, served: int) -> None:
             assert on_token is not None
@@ -144,7 +144,7 @@ class VllmEngine:
             "model": self._exchange.model,
             "token_ids": list(prompt_ids),
             "stream": True,
-            "cache_salt": f"{self.boot_id}-{version}",  # a prefix of other weights is never found
+            "cache_salt": f"{self.boot_id}-{version}",  # so that no cached prefix of other weights is used
             "sampling_params": {
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
@@ -153,17 +153,17 @@ class VllmEngine:
                 "seed": sampling.seed % 2**63,
                 "stop": list(sampling.stop),
                 "stop_token_ids": sorted({*self._end_ids, *sampling.stop_ids}),
-                "ignore_eos": True,  # stop_token_ids is the whole list; vLLM would add those of generation_config.json
+                "ignore_eos": True,  # stop_token_ids is complete; vLLM would add ids of generation_config.json
                 "include_stop_str_in_output": True,
                 "logprobs": 0,
-                "detokenize": bool(sampling.stop),  # only to find a text does vLLM need to write one
+                "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop strings
                 "extra_args": {URGENT: True} if sampling.urgent else {},
             },
         }
 
     async def _read_sampled(self, running: list[Any], ended: list[Any], dropped: list[str]) -> dict[str, Sequence[Any]]:
         answers = await self._exchange.workers("tandem_sampled", running, ended, dropped)
-        return answers[0]["news"]  # the rank that vLLM itself takes tokens from
+        return answers[0]["news"]  # the rank whose tokens vLLM uses
 
     async def _choices(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         urgent = URGENT in request["sampling_params"]["extra_args"]
@@ -205,9 +205,9 @@ class VllmEngine:
         if source.carries == "adapter":
             return "requests end under the adapter that they began with"
         if (traits := traits_of(source.link)) is not None and traits.restarts_engine:
-            return "the next version is another process, which is asked again"
+            return "the next version is served by a new process"
         if self._exchange.gives_memory:
-            return "it gives its memory away to sleep, and waits for all of them before"
+            return "it frees its memory to sleep, and first waits for all requests"
         return self._why_streamed
 
     async def load(self, version: int) -> Served:
@@ -254,7 +254,7 @@ class VllmEngine:
 
     @property
     def stays(self) -> bool:
-        return True  # captured graphs point at it
+        return True  # captured graphs point at the weights
 
     # --- its process
 

@@ -1,6 +1,6 @@
-"""A Python environment for vLLM, apart from the trainer's, with versions that are known to work together.
+"""Install vLLM in its own Python environment, with package versions that are known to work together.
 
-The marker is written before anything else: an installation that was cut short is known for ours, and is gone on with.
+A marker file is written first, so that an interrupted installation is recognised and continued.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Device = Literal["cpu", "cuda"]
 DEFAULT = {"cuda": "0.26.0", "cpu": "0.32.0"}
 _TORCH_ON_CPU = {"0.32.0": "2.13.0"}
 """vLLM's packages for the CPU do not say which torch they were compiled against."""
-_BREAK_THE_IMPORT = ("torchvision", "torchaudio", "torchcodec")  # where they were built for a GPU and there is none
+_BREAK_THE_IMPORT = ("torchvision", "torchaudio", "torchcodec")  # if they were built for a GPU and there is none
 _MARKER = "tandem-environment.json"
 _VERSION = re.compile(r"\d+(\.\d+)+[a-z0-9.]*")
 _LAST_LINES = 12
 
 
 class Execute(Protocol):
-    """Runs a command; EngineError with the last lines of what it said if it ends with an error."""
+    """Runs a command. If it fails, raises EngineError with the last lines of its output."""
 
     def __call__(self, command: Sequence[str], tell: Callable[[str], None], *, device: Device) -> None: ...
 
@@ -65,7 +65,7 @@ def install(
     tell: Callable[[str], None] = lambda text: None,
     execute: Execute = execute,
 ) -> Path:
-    """Its interpreter. What is there and whole is left as it is."""
+    """Install vLLM and return its interpreter. A complete installation is left unchanged."""
     version = version or DEFAULT[device]
     if not _VERSION.fullmatch(version):
         raise SpecError(f"--version = '{version}': a version of vLLM has the form {DEFAULT[device]}")
@@ -76,7 +76,7 @@ def install(
         try:
             _check(python, device, version, tell, execute)
         except EngineError as error:
-            tell(f"{directory} is there, and does not work any more; it is installed again: {error}")
+            tell(f"{directory} exists but no longer works; it is installed again: {error}")
         else:
             tell(f"vLLM {version_of(str(python))} is in {directory} already")
             return python
@@ -89,7 +89,7 @@ def install(
         _check(python, device, version, tell, execute)
     except EngineError as error:
         raise EngineError(
-            f"{error}\nThe same command goes on from here; `--version` takes another version, and {directory} can be "
+            f"{error}\nThe same command continues from here; `--version` takes another version, and {directory} can be "
             "removed"
         ) from error
     atomic_write.write_json(directory / _MARKER, {**wanted, "whole": True})
@@ -103,12 +103,12 @@ def _whole(directory: Path, wanted: dict[str, Any]) -> bool:
     if not directory.exists():
         return False
     if not directory.is_dir():
-        raise SpecError(f"DIRECTORY = '{directory}': is a file; name a directory that is not there yet")
+        raise SpecError(f"DIRECTORY = '{directory}': is a file; name a new directory")
     marker = directory / _MARKER
     if not marker.is_file():
         if any(directory.iterdir()):
             raise SpecError(
-                f"DIRECTORY = '{directory}': is there, and was not made by `tandem engine install`; name another one"
+                f"DIRECTORY = '{directory}': was not made by `tandem engine install`; name another directory"
             )
         return False
     try:
@@ -117,7 +117,9 @@ def _whole(directory: Path, wanted: dict[str, Any]) -> bool:
         whole = found.get("whole") is True
         holds = f"{found.get('vllm')} for {found.get('device')}"
     except (OSError, ValueError, AttributeError) as error:
-        raise SpecError(f"DIRECTORY = '{directory}': its {_MARKER} cannot be read ({error}); remove it all") from error
+        raise SpecError(
+            f"DIRECTORY = '{directory}': its {_MARKER} cannot be read ({error}); remove the directory"
+        ) from error
     if not same:
         raise SpecError(f"DIRECTORY = '{directory}': holds vLLM {holds}; name another directory, or remove this one")
     return whole
@@ -139,7 +141,7 @@ def _pip(python: Path, device: Device, version: str, tell: Callable[[str], None]
 
 
 def _name_it_vllm(python: Path, version: str) -> None:
-    """vLLM asks its own package's metadata for its version, and '+cpu' there for its platform."""
+    """Write package metadata from which vLLM reads its version, and from '+cpu' its platform."""
     for packages in python.parent.parent.glob("lib/python3*/site-packages"):
         if any(packages.glob("vllm-*.dist-info/METADATA")):
             continue

@@ -43,24 +43,22 @@ _log = logging.getLogger(__name__)
 CONTROL_S = 60.0  # for a call that moves no weights
 _POLL_S = 0.2
 _ABORT_AGAIN_S = 0.1
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lora-rank
-# GiB for keys and values; and threads that are not pinned to cores: other processes work on them, too.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for --max-lora-rank
+# GiB for keys and values; threads are not pinned to cores, because other processes use them, too.
 _ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _BASE_URL = "http://vllm"
 _SERVER = "vllm.entrypoints.openai.api_server"
 _IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 _EXTENSION = "tandem.vllm_worker.extension.TandemWorker"
 _SCHEDULER, _SCHEDULER_FILE = "tandem.vllm_worker.scheduler.scheduler", "scheduler.json"
-_COMPILED = (
-    '{"tandem_adapters": 1}'  # what was compiled without vllm_worker/lora_layers.py is not taken from vLLM's cache
-)
-_LEAST_STREAMS = 512  # more wait here than in vLLM's queue: it learns of them later, and nothing is lost
-_SOCKET_BYTES = 100  # the kernel takes 107 for the name of a socket
+_COMPILED = '{"tandem_adapters": 1}'  # separates code that was compiled with vllm_worker/lora_layers.py in vLLM's cache
+_LEAST_STREAMS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
+_SOCKET_BYTES = 100  # the kernel allows 107 for the path of a socket
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """What `vllm serve` is asked for."""
+    """The options of `vllm serve`."""
 
     model: str
     python: str
@@ -72,19 +70,19 @@ class VllmOptions:
     max_context: int = 0
     eager: bool = False
     sleeps: bool = False
-    """Gives its GPU's memory back while it sleeps, if the device can."""
+    """Whether it frees GPU memory while it sleeps, if the device supports that."""
     adapter_slots: int = 0
-    """0: no adapters. Else how many versions may be in use at a time."""
+    """Number of adapter versions that may be in use at a time; 0: no adapters."""
     max_rank: int = 16
     seed: int = 0
     unchecked: bool = False
-    """Also a version that has not passed the conformance suite: for the suite itself."""
+    """Whether to accept a version that has not passed the conformance suite; for the suite itself."""
     extra: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def why_awake(self) -> str:
-        """Empty if memory is given back."""
+        """Return why it cannot free memory; empty if it can."""
         return "vLLM's CPU build has no sleep mode: it only pauses" if self.device == "cpu" else ""
 
     def arguments(self, socket: Path, version: str) -> list[str]:
@@ -93,7 +91,7 @@ class VllmOptions:
             *("--dtype", self.dtype, "--tensor-parallel-size", str(self.tensor_parallel)),
             *("--max-num-seqs", str(self.max_running + URGENT_PLACES), "--seed", str(self.seed)),
             *("--worker-extension-cls", _EXTENSION, "--scheduler-cls", _SCHEDULER),
-            # Logprobs of the distribution that the token was drawn from, not of the model before temperature.
+            # Logprobs of the sampled distribution, not of the model before temperature.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             "--disable-uvicorn-access-log",
         ]
@@ -104,25 +102,25 @@ class VllmOptions:
             slots, rank = str(self.adapter_slots), next(rank for rank in _RANKS if rank >= self.max_rank)
             given += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(rank)]
             given += ["--additional-config", _COMPILED] if self.device != "cpu" else []
-        if is_since(version, 0, 32):  # token ids in and out have to be asked for
+        if is_since(version, 0, 32):  # token ids in and out must be enabled
             given += ["--enable-scale-out"]
         if self.device != "cpu":
             given += ["--gpu-memory-utilization", str(self.memory_share)]
-        else:  # it would go back in a request's random numbers after a part of a prompt, which a CPU's generator cannot
+        else:  # otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot
             given += ["--no-enable-chunked-prefill"]
         return [*given, *self.extra]
 
 
 class VllmProcess:
-    """One `vllm serve`, and the calls that go to it."""
+    """A process of `vllm serve`, and the calls to it."""
 
     def __init__(self, options: VllmOptions, home: Path, *, waits: bool = False) -> None:
-        """`waits`: it imports what it will need, takes no GPU, and goes on with `serve`; its model is not known yet."""
+        """`waits`: start before the model is known. It imports its modules, uses no GPU, and waits for `serve`."""
         self.options = options
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-vllm-")  # 0700, and its name is short
         self.socket = Path(self._folder.name) / "socket"
         if len(str(self.socket)) > _SOCKET_BYTES:
-            raise EngineError(f"engine: '{self.socket}' is too long a name for a socket; set TMPDIR to a shorter one")
+            raise EngineError(f"engine: '{self.socket}' is too long a path for a socket; set TMPDIR to a shorter path")
         self._version = version_of(options.python)
         if not options.unchecked:
             refuse_unknown_version(self._version, options.python)
@@ -139,7 +137,7 @@ class VllmProcess:
         self._http = HttpClient(_BASE_URL, socket=self.socket, most=most)
 
     def serve(self, options: VllmOptions) -> None:
-        """What it has waited for: as those before but for the model and its context."""
+        """Let a waiting process serve. `options` may differ from the first ones in model and context only."""
         self.options = options
         prestart.tell(self._told, self._program())
 
@@ -149,12 +147,13 @@ class VllmProcess:
 
     @property
     def why_not_found_again(self) -> str:
-        """Why what vLLM compiles for this model is not found for the next of its form; or nothing."""
+        """Return why the next vLLM will not find the kernels that this one compiles; empty if it will."""
         return "no model was named" if self._name is None else self._name.why_not
 
     @property
     def why_not_in_bulk(self) -> str:
-        """Why its scheduler asks about each request at each step, once it is ready; or nothing."""
+        """Return why its scheduler handles each request separately at each step; empty if it does not. Call it once
+        ready."""
         try:
             return decoded((Path(self._folder.name) / _SCHEDULER_FILE).read_bytes())["why_not"]
         except FileNotFoundError:
@@ -164,10 +163,10 @@ class VllmProcess:
         return {
             "PYTHONPATH": str(package_path(folder / "path")),
             SCHEDULER_TOLD: str(folder / _SCHEDULER_FILE),
-            "VLLM_SERVER_DEV_MODE": "1",  # its control plane; only this process reaches it
+            "VLLM_SERVER_DEV_MODE": "1",  # enables its control routes, which only this process can reach
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # seconds: no connection is ever closed by vLLM as we use it
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # seconds; so vLLM closes no connection that this process uses
             **(_ON_CPU if self.options.device == "cpu" else {}),
             **(_forked(os.environ) if self.options.device != "cpu" and self.options.tensor_parallel == 1 else {}),
             **(_plain_segments(os.environ) if self.options.sleeps else {}),
@@ -179,7 +178,7 @@ class VllmProcess:
         return self._child.exit_code is None
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Blocks. EngineError if it ends before it is ready, or takes longer; it is stopped then."""
+        """Block until it is ready. If it ends before or takes longer, stop it and raise EngineError."""
         until = time.monotonic() + deadline_s
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), base_url=_BASE_URL) as client:
             while time.monotonic() < until:
@@ -196,7 +195,7 @@ class VllmProcess:
         raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.exit_report()}")
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
-        """The answer's JSON. EngineLost if the process is gone, EngineError for a refusal."""
+        """Post and return the answer's JSON. EngineLost if the process is gone, EngineError for a refusal."""
         content = None if body is None else encoded(body)
         try:
             answer = await self._http.ask("POST", path, content, within_s=deadline_s, query=query)
@@ -222,7 +221,7 @@ class VllmProcess:
 
     @asynccontextmanager
     async def stream(self, path: str, body: Any, *, urgent: bool = False) -> AsyncIterator[IncomingBody]:
-        """The answer as it comes in, however long that takes. EngineLost if the process is gone."""
+        """Post and yield the answer as a stream, without a time limit. EngineLost if the process is gone."""
         try:
             async with self._http.stream(path, encoded(body), urgent=urgent) as answer:
                 yield answer
@@ -236,26 +235,28 @@ class VllmProcess:
 
 
 def _forked(environment: Mapping[str, str]) -> dict[str, str]:
-    """Left to itself vLLM's server spawns its engine, which imports everything a second time: 20 s of a start. Tried
-    with one GPU."""
+    """Make vLLM's server fork its engine. By default it spawns it, which imports everything again: 20 s of a start.
+    Tested with one GPU."""
     name = "VLLM_WORKER_MULTIPROC_METHOD"
     return {name: environment.get(name, "fork")}
 
 
 def _plain_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Torch's allocator without expandable segments: they cannot be mixed with memory that sleeps."""
+    """Remove expandable segments from torch's allocator options: vLLM's sleep mode does not support them."""
     changed: dict[str, str] = {}
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         settings = environment.get(name, "").split(",")
         kept = [setting for setting in settings if not setting.strip().startswith("expandable_segments")]
         if kept != settings:
             changed[name] = ",".join(kept)
-            _log.warning("%s: expandable_segments is left out for vLLM; with engine.sleep = 'free' it cannot be", name)
+            _log.warning(
+                "%s: expandable_segments is removed: vLLM with engine.sleep = 'free' does not support it", name
+            )
     return changed
 
 
 def _listens(path: Path) -> bool:
-    """httpx does not close a socket that it could not connect."""
+    """Return whether the socket accepts connections. Not with httpx, which does not close a socket that failed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

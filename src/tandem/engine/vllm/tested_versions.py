@@ -1,4 +1,4 @@
-"""Which versions of vLLM have passed our conformance suite, here or where Tandem is made."""
+"""The versions of vLLM that have passed the conformance suite, on this machine or before Tandem's release."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def refuse_unknown_version(version: str, python: str) -> None:
 
 
 def is_since(version: str, major: int, minor: int) -> bool:
-    """Also what is built ahead of that release."""
+    """Return whether a version is at least `major.minor`, pre-releases included."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= (major, minor)
 
 
 def version_of(python: str) -> str:
-    """Which vLLM an interpreter has. Reads its metadata, and imports nothing of it."""
+    """Return the vLLM version of an interpreter. Reads the package's metadata without importing it."""
     try:
         asked = subprocess.run(
             [python, "-c", "from importlib.metadata import version; print(version('vllm'))"],
@@ -39,15 +39,15 @@ def version_of(python: str) -> str:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EngineError(
-            f"engine.python = '{python}': cannot be run ({error}); `tandem engine install vllm` makes one that can"
+            f"engine.python = '{python}': cannot be run ({error}); `tandem engine install vllm` creates a working one"
         ) from error
     if asked.returncode:
-        raise EngineError(f"engine.python = '{python}': has no vLLM; `tandem engine install vllm` makes one that has")
+        raise EngineError(f"engine.python = '{python}': has no vLLM; `tandem engine install vllm` creates one with it")
     return asked.stdout.strip()
 
 
 def passed_here(python: str) -> list[str]:
-    """What `tandem engine check` recorded beside this interpreter."""
+    """Return the versions that `tandem engine check` recorded beside this interpreter."""
     path = _record(python)
     if not path.is_file():
         return []
@@ -56,7 +56,7 @@ def passed_here(python: str) -> list[str]:
 
 
 def record(python: str, version: str, checks: list[str]) -> Path:
-    """That this version passed these checks in this environment."""
+    """Record that this version passed these checks in this environment."""
     passed = sorted({*passed_here(python), version.partition("+")[0]})
     path = _record(python)
     atomic_write.write_json(path, {"passed": passed, "checks": checks})

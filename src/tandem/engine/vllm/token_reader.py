@@ -1,13 +1,11 @@
-"""Tokens and logprobs that vLLM's workers keep of requests under way, read by one call for all of them.
+"""Read the tokens and logprobs that vLLM's workers record, for all running requests in one call.
 
 consumes: requests that began, and how they ended     waits for: the workers, between two of their steps
-produces: tokens as they are made, and the logprobs of a completion
+produces: tokens while they are sampled, and the logprobs of a completion
 
-`tandem.vllm_worker.token_recorder` is the other end. A request's own answer holds its token ids and nothing else;
-what is read
-here must be the same ids, or it is an error. Tokens are told while they are made only as far as the request is known
-to go: to its most tokens, or to the first id that ends it; beyond it workers may have sampled tokens that are not
-returned.
+`tandem.vllm_worker.token_recorder` is the other end. A request's own answer has only its token ids; the ids read here
+must be equal, or an error is raised. Tokens are streamed only up to max_tokens or the first id that ends the request:
+the workers may have sampled further tokens, which are not returned.
 """
 
 from __future__ import annotations
@@ -28,21 +26,21 @@ _log = logging.getLogger(__name__)
 
 Read: TypeAlias = Callable[[list[Any], list[Any], list[str]], Awaitable[dict[str, Sequence[Any]]]]
 Tell: TypeAlias = Callable[[int, float, int], None]
-"""A token, its logprob and its version."""
+"""Called with a token, its logprob and its version."""
 
-_REQUESTS_PER_S = 500  # looked at while they run, of all together
+_REQUESTS_PER_S = 500  # running requests to read per second, in total
 _LEAST_S, _MOST_S = 0.02, 2.0
 
 
 class TrackedRequest:
-    """One that is marked with `name`, until its logprobs are known."""
+    """A request that the workers record under `name`, until its logprobs are known."""
 
     def __init__(self, name: str, max_tokens: int, end_ids: Collection[int], tell: Tell | None) -> None:
         self.name, self.ids, self.logprobs = name, array("i"), array("f")
         self._since: Since = []
         self._left, self._end_ids, self._tell = max_tokens, end_ids, tell
         self.told: asyncio.Future[None] | None = None
-        """Once it has ended and waits for what is missing."""
+        """Set once the request has ended and waits for its missing tokens."""
         self.num_ids = -1
         self.error: Exception | None = None
         """An error raised by the caller's `on_token`."""
@@ -62,7 +60,7 @@ class TrackedRequest:
         return [Span(version, count) for (_, version), count in zip(self._since, counts, strict=True) if count > 0]
 
     def grow(self, ids: array[int], logprobs: array[float], since: Since) -> None:
-        """While it runs: what comes after its end is left out."""
+        """Add tokens of a running request; tokens after its end are dropped."""
         for position, token_id in enumerate(ids):
             self._left -= 1
             if not self._left or token_id in self._end_ids:
@@ -116,10 +114,10 @@ class TokenReader:
             yield request
         finally:
             if self._running.pop(request.name, None) is not None:
-                self._dropped.append(request.name)  # the next reading says so
+                self._dropped.append(request.name)  # the next reading tells the workers
 
     async def logprobs(self, request: TrackedRequest, ids: Sequence[int]) -> list[float]:
-        """Of the completion that the request ended with."""
+        """Return the logprobs of an ended request's completion."""
         request.told, request.num_ids = asyncio.get_running_loop().create_future(), len(ids)
         self._running.pop(request.name)
         self._ended.append(request)
@@ -129,7 +127,7 @@ class TokenReader:
             raise request.error
         if request.ids.tolist() != list(ids):
             raise EngineError(
-                f"engine: vLLM answered with {len(ids)} tokens, and its workers have sampled others for this request"
+                f"engine: vLLM answered with {len(ids)} tokens, but its workers recorded other ones for this request"
             )
         return request.logprobs.tolist()
 
@@ -169,9 +167,9 @@ class TokenReader:
             self._dropped = dropped + self._dropped
             for request in ended:
                 request.fail(error)
-            _log.warning("what is sampled could not be read: %s", error)
+            _log.warning("the sampled tokens could not be read: %s", error)
             await asyncio.sleep(_LEAST_S)
         except BaseException:
             for request in ended:
-                request.fail(EngineError("engine: the reading of what is sampled was broken off"))
+                request.fail(EngineError("engine: reading the sampled tokens was interrupted"))
             raise

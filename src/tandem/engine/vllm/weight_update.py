@@ -62,7 +62,7 @@ class WeightUpdate:
         self._held = -1
         """The full version that the workers hold; -1: the one that they started with."""
         self._torn = ""
-        self._lent: list[int] = []
+        self._freed: list[int] = []
         """Bytes that each worker freed to sleep; empty: awake."""
         self._moving_memory = asyncio.Lock()
 
@@ -72,7 +72,7 @@ class WeightUpdate:
 
     @property
     def lent_bytes(self) -> int:
-        return sum(self._lent)
+        return sum(self._freed)
 
     @property
     def gives_memory(self) -> bool:
@@ -194,7 +194,7 @@ class WeightUpdate:
     async def _after_failed_load(self, why: str, *, live: bool) -> None:
         """Serve the old version again if no worker has overwritten any of it. A sleeping engine stays asleep, and so
         does one that the trainer may have written into (`live`), until the caller has checked and wakes it."""
-        if self._lent or live:
+        if self._freed or live:
             return
         if not await self._untouched():
             return await self._tear(why)
@@ -329,21 +329,21 @@ class WeightUpdate:
         because vLLM's sleep drops the state of requests."""
         await self._gate.shut(CONTROL_S, holds=not self.gives_memory)
         if self.gives_memory:
-            await to_its_end(self._lend())
+            await to_its_end(self._free_memory())
 
     async def wake(self) -> None:
         await self._take_back()
         await self._gate.open()
 
-    async def _lend(self) -> None:
+    async def _free_memory(self) -> None:
         async with self._moving_memory:
-            if self._lent:
+            if self._freed:
                 return
             await self.remember()
             before = await self._free_bytes()
-            self._lent = [0] * len(before)  # from here on it may be asleep, even if the call fails
+            self._freed = [0] * len(before)  # from here on it may be asleep, even if the call fails
             await self._process.post("/sleep", deadline_s=CONTROL_S, level="1")
-            self._lent = [max(0, now - was) for now, was in zip(await self._free_bytes(), before, strict=True)]
+            self._freed = [max(0, now - was) for now, was in zip(await self._free_bytes(), before, strict=True)]
             _log.info("asleep: %.2f GiB of GPU memory are free for others", self.lent_bytes / 2**30)
 
     async def _take_back(self) -> None:
@@ -352,9 +352,9 @@ class WeightUpdate:
     async def _wake_up(self) -> None:
         """Wake vLLM. EngineError while there is no room: it stays asleep, and the caller may try again."""
         async with self._moving_memory:
-            if not self._lent:
+            if not self._freed:
                 return
-            for needed, free in zip(self._lent, await self._free_bytes(), strict=True):
+            for needed, free in zip(self._freed, await self._free_bytes(), strict=True):
                 if free < needed:
                     raise EngineError(
                         f"engine: to wake it needs {needed / 2**30:.2f} GiB of GPU memory, and {free / 2**30:.2f} "
@@ -367,7 +367,7 @@ class WeightUpdate:
             except EngineError:
                 await self._process.end()  # only part of its memory is back, and vLLM cannot recover from that
                 raise
-            self._lent = []
+            self._freed = []
             await self._look_after_sleep()
 
     async def _look_after_sleep(self) -> None:
@@ -386,7 +386,7 @@ class WeightUpdate:
 
     async def workers(self, method: str, *args: Any, deadline_s: float = CONTROL_S) -> list[dict[str, Any]]:
         """Call a method of every worker. Return the answers, or raise the first error among them."""
-        if self._lent and method not in ("tandem_free_bytes", "tandem_status"):
+        if self._freed and method not in ("tandem_free_bytes", "tandem_status"):
             raise EngineError(f"engine: it is asleep, and its weights are not on the GPU; wake it before {method}")
         body = {"method": method, "args": list(args), "timeout": deadline_s}
         answers = (await self._process.post("/collective_rpc", body, deadline_s=deadline_s))["results"]

@@ -10,7 +10,7 @@ SPLITS = ("train", "eval")
 
 
 def in_split(split: str, key: str) -> bool:
-    """Whether tasks of this key belong to the split. One key in eight is held out, the same in every
+    """Return whether tasks with this key belong to the split. One key in eight is held out, the same in every
     process.
 
     Tasks that reveal each other's answer must have the same key.

@@ -1,1 +1,1 @@
-"""Trackers: one file each, named after the service. tracker_queue.py feeds them in a process of their own."""
+"""Trackers: one file each, named after the service. tracker_queue.py sends rows to them in their own processes."""

@@ -1,4 +1,4 @@
-"""MLflow, through its client: no global run that other code in this process could be writing to."""
+"""MLflow, through its client, without its global run, to which other code could write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, in tensorboard/ of the run; by TensorBoard's own writer, which needs no torch."""
+"""TensorBoard: event files in the run's tensorboard/, written by TensorBoard's own writer, which needs no torch."""
 
 from __future__ import annotations
 

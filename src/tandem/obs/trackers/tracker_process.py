@@ -1,9 +1,9 @@
-"""A tracker in a process of its own: its imports, threads, hooks and crashes stay out of the process of the run.
+"""Run a tracker in its own process, so that its imports, threads, hooks and crashes do not affect the run's process.
 
 In the run's process:
-consumes: rows of the feed's thread         waits for: the pipe, which a slow tracker fills
+consumes: rows of the tracker's queue       waits for: the pipe, which a slow tracker fills
 In the tracker's own (`python -m` this file):
-consumes: one line of JSON a row, on stdin  waits for: the run
+consumes: a line of JSON per row, on stdin  waits for: the run
 produces: calls of the tracker, in order    waits for: the tracker
 """
 
@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-_ORPHAN_S = 10.0  # what a tracker still gets to deliver rows when the process of its run is gone
+_ORPHAN_S = 10.0  # for a tracker to deliver its rows after the run's process is gone
 
 
 class Client(Protocol):
-    """A tracker, through its own library."""
+    """A tracker's own library, behind one interface."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -34,7 +34,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True)
 class TrackerTarget:
-    """Where a tracker files the run."""
+    """The project and the run that a tracker writes to."""
 
     directory: str
     """Of the run."""
@@ -42,13 +42,13 @@ class TrackerTarget:
     """Of the run."""
     project: str
     url: str
-    """Of mlflow's server; empty: where mlflow looks itself."""
+    """URL of mlflow's server; empty: mlflow's default."""
 
 
 class TrackerProcess:
-    """The tracker `name`; what it prints is appended to trackers/<name>.log of the run.
+    """The process of tracker `name`; its output is appended to the run's trackers/<name>.log.
 
-    Everything raises ChildProcessError, with its last line, once the process has failed.
+    Once the process has failed, every method raises ChildProcessError with the last line of that output.
     """
 
     def __init__(self, name: str, place: TrackerTarget) -> None:
@@ -59,7 +59,7 @@ class TrackerProcess:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for the run, which ends its trackers in order
+                start_new_session=True,  # Ctrl-C goes to the run only, which ends its trackers in order
             )  # fmt: skip
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -68,7 +68,7 @@ class TrackerProcess:
             self._process.stdin.write(json.dumps([step, numbers]) + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            with suppress(OSError):  # of what is still in its buffer
+            with suppress(OSError):  # from flushing its buffer
                 self._process.stdin.close()
             self._process.wait()
             raise ChildProcessError(self._last_line()) from error
@@ -91,7 +91,7 @@ class TrackerProcess:
 
 
 def openers(names: Sequence[str], place: TrackerTarget) -> dict[str, Callable[[], TrackerProcess]]:
-    """Return by name what starts each tracker."""
+    """Return the function that starts each tracker, by name."""
     return {name: partial(TrackerProcess, name, place) for name in names}
 
 
@@ -108,7 +108,7 @@ def _open(name: str, place: TrackerTarget) -> Client:
 
 
 def _end_after(parent: int) -> None:
-    """A tracker that hangs outlives a killed run by some seconds, and no more."""
+    """End this process some seconds after its run was killed, even if the tracker hangs."""
     while os.getppid() == parent:
         time.sleep(1.0)
     time.sleep(_ORPHAN_S)
@@ -118,7 +118,7 @@ def _end_after(parent: int) -> None:
 def _main(name: str, place: str, parent: str) -> None:
     threading.Thread(target=_end_after, args=(int(parent),), daemon=True).start()
     rows = os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())  # a library that asks for a login reads no rows
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())  # a library that asks for a login must not read rows
     tracker = _open(name, TrackerTarget(**json.loads(place)))
     for line in rows:
         step, numbers = json.loads(line)

@@ -1,7 +1,7 @@
-"""Send rows to trackers, which may be slow, fail or hang: the run never waits for one, and never fails by one.
+"""Send rows to trackers. The run never waits for a slow tracker, and never fails because of a broken one.
 
-consumes: rows, on the trainer's thread      waits for: nothing; what does not fit a full queue is dropped and counted
-produces: calls of a tracker, on its thread  waits for: the tracker, which is a process of its own (process.py)
+consumes: rows, on the trainer's thread      waits for: nothing; a full queue drops rows and counts them
+produces: calls of a tracker, on its thread  waits for: the tracker's process (tracker_process.py)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem.obs.run_history import number
 _log = logging.getLogger(__name__)
 
 _WAITING_ROWS = 1024
-_CLOSE_S = 10.0  # for all of them together, at the end of a run
+_CLOSE_S = 10.0  # for all trackers together, at the end of a run
 
 
 class Tracker(Protocol):
@@ -31,7 +31,8 @@ Opener = Callable[[], Tracker]
 
 
 class Feed:
-    """`openers` by name, each called on the thread of its tracker. `tell` gets one sentence for each that fails."""
+    """All trackers of a run. `openers` by name, each called on its tracker's thread. `tell` gets a sentence per
+    failure."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Feed:
         self._lines = [_TrackerQueue(name, opener, tell, waiting_rows) for name, opener in openers.items()]
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics.jsonl."""
+        """Queue a row of metrics.jsonl for all trackers."""
         if self._lines:
             step = int(row.get("step", 0))
             numbers = {key: value for key, item in row.items() if key != "step" and (value := number(item)) is not None}
@@ -51,7 +52,7 @@ class Feed:
                 line.put(step, numbers)
 
     def close(self, within_s: float = _CLOSE_S) -> None:
-        """What waits is delivered, as far as the time goes."""
+        """Deliver the queued rows, as far as the time allows, then end the trackers."""
         until = time.monotonic() + within_s
         for line in self._lines:
             line.end()
@@ -76,7 +77,7 @@ class _TrackerQueue:
             self._queue.put_nowait((step, numbers))
         except queue.Full:
             self._dropped += 1
-            self._warn("is slower than the run: rows are left out there; metrics.jsonl has them all")
+            self._warn("is slower than the run and misses rows; metrics.jsonl has them all")
 
     def end(self) -> None:
         self._ends.set()
@@ -84,7 +85,7 @@ class _TrackerQueue:
     def join(self, within_s: float) -> None:
         self._thread.join(within_s)
         if self._thread.is_alive():
-            self._warn(f"did not end in time: {self._queue.qsize() + self._dropped} rows are missing there")
+            self._warn(f"did not end in time: it misses {self._queue.qsize() + self._dropped} rows")
             if self._tracker is not None:
                 self._tracker.kill()
 

@@ -1,4 +1,4 @@
-"""trackio: the same calls as wandb's, kept on this machine."""
+"""trackio: the calls of wandb, with data on this machine."""
 
 from __future__ import annotations
 

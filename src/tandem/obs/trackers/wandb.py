@@ -1,4 +1,4 @@
-"""Weights & Biases. A run that is resumed goes on under the same id."""
+"""Weights & Biases. A resumed run continues under the same id."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ class QueueState:
         return limit >= 0 and oldest != NO_VERSION and self.version - oldest > limit
 
     def is_too_new(self, newest: int) -> bool:
-        """Whether it is newer than any version that an engine can hold. A trainer holds at most max_lag + 1 batches
-        before it calls again and announces its version; it may publish a version after each of them."""
+        """Return whether `newest` is newer than any version that an engine can hold. A trainer holds at most
+        max_lag + 1 batches before it calls again and announces its version; it may publish a version after each."""
         limit = self.trainer.max_lag if self.trainer else -1
         return limit >= 0 and newest > self.version + max(limit, 1) + 1
 
@@ -201,7 +201,7 @@ class QueueState:
         return each.backlog[0].size if by_sequences and each.backlog else 1
 
     def _start_time(self, each: EnvironmentState) -> float:
-        """Its virtual time. An idle environment returns with limited credit, not with all that it did not use."""
+        """Return its virtual start time. An idle environment returns with limited credit, not its whole share."""
         return max(each.virtual_time, self._now - _CREDIT / self._share(each))
 
     def _share(self, each: EnvironmentState) -> float:

@@ -118,7 +118,7 @@ class Session:
 
     @property
     def scope(self) -> str:
-        """Which conversations a request is matched with: this session's, or those of all automatic sessions."""
+        """The conversations that a request is matched with: this session's, or those of all automatic sessions."""
         return "" if self.automatic else self.id
 
     @property
@@ -186,7 +186,7 @@ def starts(scope: str, kind: Kind, data: bytes, sizes: Sequence[int]) -> list[tu
 
 
 def same_thoughts(turn: TurnNode, messages: Sequence[Message]) -> bool:
-    """Whether the thoughts that the client repeats equal those that it saw."""
+    """Return whether the thoughts that the client repeats equal those that it received."""
     at: TurnNode | None = turn
     while at is not None:
         again = messages[at.text_size - 1].get("reasoning_content")

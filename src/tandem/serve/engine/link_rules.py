@@ -1,7 +1,7 @@
-"""What a trainer's link may be, and what it may make this process reach for.
+"""Check a trainer's link before this process opens anything that it names.
 
-A link comes with a request, and its sender holds the token. Still it is no command: each mode has its keys and no
-others, and hosts other than this one, and directories, are what the server was started with.
+The sender of a link holds the token, but a link may still not name anything at will. Each mode has a fixed set of keys.
+Directories, and hosts other than this one, must be among those that the server was started with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Link(BaseModel):
     mode: str
     deadline_s: float = Field(gt=0, le=_MAX_DEADLINE_S)
     rank: int = Field(default=0, ge=0, lt=2**16)
-    """Which of several engines this one is."""
+    """The number of this engine among several."""
 
 
 class MemoryLink(_Link):
@@ -59,13 +59,13 @@ _LINKS = {name: _FORMS[traits.engine_end] for name, traits in BRIDGES.items() if
 
 @dataclass(frozen=True)
 class Allowed:
-    """`hosts`: beyond this machine's loopback. `directories`: everything under them."""
+    """What links may name. `hosts`: in addition to loopback. `directories`: with everything under them."""
 
     hosts: frozenset[str] = frozenset()
     directories: tuple[Path, ...] = ()
 
     def check(self, link: Mapping[str, Any]) -> None:
-        """Refused, with the field, if it is no link of its mode, or reaches for anything else."""
+        """Raise RequestRefused, with the field, if it is not a valid link of its mode or names anything else."""
         mode = link.get("mode")
         if not isinstance(mode, str) or mode not in _LINKS:
             raise RequestRefused(422, f"mode must be one of {', '.join(sorted(_LINKS))}", field="link.mode")
@@ -80,23 +80,21 @@ class Allowed:
     def _check_host(self, value: str, field: str) -> None:
         if value in self.hosts or value == "localhost" or _is_loopback(value):
             return
-        text = (
-            f"'{value:.80}' is not this machine; if it is to be reached, start the engine with --allow-host {value:.80}"
-        )
+        text = f"'{value:.80}' is another machine; to allow it, start the engine with --allow-host {value:.80}"
         raise RequestRefused(403, text, field=field)
 
     def _check_directory(self, value: str, field: str) -> None:
         path = Path(value)
         if "\x00" in value or not path.is_absolute() or ".." in path.parts:
             raise RequestRefused(422, "must be an absolute path without '..'", field=field)
-        real = path.resolve()  # where links lead
+        real = path.resolve()  # follows symbolic links
         if not any(real.is_relative_to(root.resolve()) for root in self.directories):
-            text = f"'{value:.200}' is not under what this engine may read; start it with --allow-dir DIR"
+            text = f"'{value:.200}' is outside the directories that this engine may read; start it with --allow-dir DIR"
             raise RequestRefused(403, text, field=field)
 
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback  # 127.1 and 0x7f.1 are no addresses to it
+        return ipaddress.ip_address(host).is_loopback  # refuses forms such as 127.1 and 0x7f.1
     except ValueError:
         return False

@@ -1,14 +1,14 @@
-"""An engine as a server: completions in token ids as a stream of lines, and the weights as a trainer changes them.
+"""Serve an engine over HTTP: it streams completions as token ids, and a trainer updates its weights.
 
-GET  /engine/status     who serves what, and whether it can
-POST /engine/generate   token ids in; lines of token ids, logprobs and versions out, as they are made
-POST /engine/attach     a trainer's link: opens the engine's end of its bridge; the trainer attached before is fenced
-POST /engine/load       the next version, with the fingerprints of what is served afterwards
-POST /engine/sleep      a pause, with a lease; again: renews it
-POST /engine/wake       ends it
-POST /engine/digest     fingerprints of what is served, computed now
+GET  /engine/status     return the state, the version and the attached trainer
+POST /engine/generate   sample after token ids; streams lines of token ids, logprobs and versions
+POST /engine/attach     open the engine's end of a bridge from a trainer's link; fences the trainer attached before
+POST /engine/load       receive a version and serve it; returns the fingerprints of the served weights
+POST /engine/sleep      pause the engine under a lease, or renew the lease
+POST /engine/wake       end the pause
+POST /engine/digest     compute fingerprints of the served weights now
 
-OpenAI's routes stand beside them, over the same engine. Everything is behind the door that all services share.
+OpenAI's routes use the same engine. All routes are behind the access gate that all services share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tandem.serve.openai.requests import parse
 from tandem.serve.openai.routes import ChatRenderer, openai_service
 from tandem.types import Completion, Sampling
 
-_LINES_PER_S = 500  # of all streams together; a line costs its two ends a third of a millisecond
+_LINES_PER_S = 500  # of all streams together; a line costs sender and receiver a third of a millisecond
 _MIN_FLUSH_S, _MAX_FLUSH_S = 0.02, 2.0
 _MAX_GENERATIONS, _MAX_URGENT = 16384, 16
 _MAX_LEASE_S, _MAX_DEADLINE_S = 3600.0, 3600.0
@@ -49,7 +49,8 @@ def engine_service(
     num_ids: int,
     allowed: Allowed | None = None,
 ) -> Service:
-    """`context`: prompt and completion together. `num_ids`: ids below it exist. `allowed`: what links may name."""
+    """Build the service. `context`: most tokens of prompt and completion together. `num_ids`: size of the vocabulary.
+    `allowed`: what links may name."""
     control = WeightControl(engine, open_source, allowed or Allowed())
     openai = openai_service(control, renderer, model_id=model_id, context=context, num_ids=num_ids)
     api = _EngineApi(control, context, num_ids)
@@ -63,7 +64,7 @@ def engine_service(
     return Service("tandem engine serve", router, limits, openai.registry, control.close, control.why_unfit, hot=hot)
 
 
-# --- what may be asked
+# --- request bodies
 
 
 class _EngineBody(BaseModel):
@@ -96,7 +97,7 @@ class GenerateBody(_EngineBody):
     sampling: SamplingBody = SamplingBody()
     session: str | None = Field(default=None, max_length=256)
     boot_id: str = Field(default="", max_length=128)
-    """Of the engine that is meant; left out: whichever is here."""
+    """The boot id of the engine that is addressed; empty: any."""
 
 
 class AttachBody(_EngineBody):
@@ -197,7 +198,8 @@ class _EngineApi:
         return await self._typed(request, digest)
 
     async def _typed(self, request: Request, work: Callable[[], Any]) -> Response:
-        """Done unless the client hangs up. Errors keep their class: the client raises the same."""
+        """Do the work and answer with its result; cancel it if the client hangs up. Errors keep their class for the
+        client."""
         try:
             return Response(encoded(await unless_gone(request, work()) or {}), media_type="application/json")
         except TandemError as error:
@@ -205,7 +207,7 @@ class _EngineApi:
 
     def _check(self, prompt_ids: list[int], sampling: Sampling) -> None:
         if not prompt_ids:
-            raise RequestRefused(422, "an empty prompt; the first token needs something to follow", field="prompt_ids")
+            raise RequestRefused(422, "an empty prompt; send at least one token", field="prompt_ids")
         if (largest := max(*prompt_ids, *sampling.stop_ids, 0)) >= self.num_ids:
             raise RequestRefused(422, f"id {largest} does not exist; ids end at {self.num_ids - 1}", field="prompt_ids")
         if len(prompt_ids) + sampling.max_tokens > self.context:
@@ -216,15 +218,16 @@ class _EngineApi:
                 field="sampling.max_tokens",
             )
         if self.running >= _MAX_GENERATIONS + (_MAX_URGENT if sampling.urgent else 0):
-            raise RequestRefused(429, f"{self.running} generations are under way; try again")
+            raise RequestRefused(429, f"{self.running} generations are running; try again")
 
     def _ended(self, answer: asyncio.Future[Completion]) -> None:
         self.running -= 1
         if not answer.cancelled():
-            answer.exception()  # seen
+            answer.exception()  # retrieved, or asyncio warns
 
     def _refused(self, error: TandemError) -> RequestRefused:
-        """An engine that is well, and says no before the first token, says it of the request."""
+        """Return the refusal of an error before the first token: a healthy engine refuses the request itself, so
+        422."""
         refused = typed(error)
         of_request = refused.code == "engine" and self.control.state in ("serving", "paused")
         return RequestRefused(422, refused.message, code="engine") if of_request else refused
@@ -240,11 +243,11 @@ def typed(error: TandemError) -> RequestRefused:
     return RequestRefused(409 if isinstance(error, SyncError) else 503, str(error), code=code)
 
 
-# --- a completion as it grows
+# --- a completion as a stream
 
 
 class _Untold:
-    """Tokens that were made and not yet told, in runs of one version."""
+    """Sampled tokens that were not sent yet, in runs of one version."""
 
     def __init__(self) -> None:
         self._runs: list[Tokens] = []
@@ -264,7 +267,7 @@ class _Untold:
 
 
 class _Stream(Response):
-    """Not a StreamingResponse: that costs a task group and two queues for every line of hundreds of streams."""
+    """Streams a completion. A StreamingResponse would cost a task group and two queues per line of each stream."""
 
     def __init__(
         self,
@@ -281,7 +284,7 @@ class _Stream(Response):
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
             await self._news(gone)
-            while not (self._tokens or self._answer.done() or gone.done()):  # until then its status is not known
+            while not (self._tokens or self._answer.done() or gone.done()):  # the status is not known before
                 await self._news(gone)
             if self._answer.done() and (error := _error_of(self._answer)) is not None:
                 return await refusal(self._refused(error), scope)(scope, receive, send)

@@ -1,5 +1,5 @@
-"""HTTP as uvicorn reads it, with a bound on how thinly a body may be cut: a chunk of one byte costs as much as one of
-a thousand."""
+"""uvicorn's HTTP parser, with a limit against bodies in tiny chunks: a chunk of one byte costs as much time as one of a
+thousand."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_THIN = 4  # bytes on the wire for each of a body
-_THIN_BYTES = 64 * 2**10  # beyond that, of one request
+_THIN = 4  # allowed bytes on the wire per byte of a body
+_THIN_BYTES = 64 * 2**10  # allowed in excess of that, per request
 TOO_THIN = "The body comes in chunks that are too small."
 
 
 class Thinness:
-    """Of one request's body: how much more came over the wire than is fair for what it held."""
+    """Counts how many more bytes of one body came over the wire than its content justifies."""
 
     def __init__(self) -> None:
         self._extra = 0

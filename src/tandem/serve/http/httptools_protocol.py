@@ -1,7 +1,7 @@
-"""HTTP by a parser in C, for services whose bodies are large: uvicorn's, with bounds on the bytes before and
-behind a body, and one wake-up when a body is complete.
+"""uvicorn's HTTP parser in C, for services with large bodies. It limits the bytes before and after a body, and wakes
+the reader once per body.
 
-It drops the body of a request that offers HTTP/2, as some clients do: not for services that anybody may ask.
+It drops the body of a request that offers HTTP/2, as some clients do, so it is only for services with known clients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tandem.serve.http.h11_protocol import TOO_THIN, Thinness
 
 _MAX_HEAD_BYTES = 64 * 2**10
-_PIECE_BYTES, _PIECE_S = 2**20, 1.0  # the latter, so that the door knows a slow body from none
+_PIECE_BYTES, _PIECE_S = 2**20, 1.0  # after _PIECE_S, so that the access gate can tell a slow body from none
 
 
 class FastHttp(HttpToolsProtocol):
@@ -26,7 +26,7 @@ class FastHttp(HttpToolsProtocol):
         self._part_bytes, self._handed_s = 0, 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.set_write_buffer_limits(high=0)  # a sender waits until the system took the bytes before
+        transport.set_write_buffer_limits(high=0)  # a sender waits until the system accepted the earlier bytes
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -54,8 +54,8 @@ class FastHttp(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """The door reads a body whole: to wake it at each piece that the network made, and to copy what is there so
-        far, is work for nothing."""
+        """Collect the pieces of a body. The access gate needs whole bodies, so waking it at each piece, and copying the
+        earlier ones, would be wasted work."""
         self._body_bytes += len(body)
         if self.cycle.response_complete:
             return
@@ -76,5 +76,5 @@ class FastHttp(HttpToolsProtocol):
         parts, self._parts, self._part_bytes, self._handed_s = self._parts, [], 0, self.loop.time()
         if self.cycle.body:
             parts.insert(0, bytes(self.cycle.body))
-        body: Any = b"".join(parts)  # not a bytearray, which its receiver would copy
+        body: Any = b"".join(parts)  # not a bytearray, which the receiver would copy
         self.cycle.body = body

@@ -1,10 +1,10 @@
-"""Work beside the event loop: what one request makes this process do must not silence the others.
+"""Run work of a request on a thread, so that it does not block the event loop and with it other requests.
 
-consumes: functions of one request each     waits for: one of a few threads
-produces: what they return                  gives up what its deadline ends
+consumes: functions of one request each     waits for: one of a few slots
+produces: their results                     ends a thread at its deadline
 
-A thread of its own for each, and no pool: one that loops is ended by an exception raised inside it, and one that cannot
-be ended does not hold up the end of the process.
+Each function has its own daemon thread, not one of a pool. An exception raised inside the thread ends an endless loop.
+A thread that cannot be ended does not delay the exit of the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class _GivenUp(SystemExit):
-    """Raised inside a thread that is past its deadline: no `except Exception` holds it."""
+    """Raised inside a thread that is past its deadline; `except Exception` does not catch it."""
 
 
 class OffLoop:
@@ -34,7 +34,7 @@ class OffLoop:
         self._slots = asyncio.Semaphore(at_a_time)
 
     async def __call__(self, work: Callable[[Unpack[Ts]], T], *args: *Ts, deadline_s: float = 0.0) -> T:
-        """Return what the work returns, or raise what it raises; Refused if it is not done in time."""
+        """Return the work's result or raise its error; RequestRefused if it is not done in time."""
         loop, deadline_s = asyncio.get_running_loop(), deadline_s or DEADLINE_S
         await self._take_slot()
         answers: list[asyncio.Future[T]] = [loop.create_future()]
@@ -46,11 +46,11 @@ class OffLoop:
                 return
             ended = True
             self._slots.release()
-            for answer in answers:  # none, if it was given up
+            for answer in answers:  # empty, if the caller gave up
                 answer.set_exception(error) if error else answer.set_result(result)  # type: ignore[arg-type]
 
         def tell(result: T | None, error: BaseException | None) -> None:
-            with suppress(RuntimeError):  # the loop has ended before
+            with suppress(RuntimeError):  # the loop has ended already
                 loop.call_soon_threadsafe(end, result, error)
 
         def run() -> None:
@@ -70,10 +70,10 @@ class OffLoop:
             async with asyncio.timeout(deadline_s):
                 return await answers[0]
         except TimeoutError:
-            text = f"this request was not read within {deadline_s:g} s; send a shorter or a simpler one"
+            text = f"this request could not be read within {deadline_s:g} s; send a shorter or simpler one"
             raise RequestRefused(422, text, code="too_slow") from None
         finally:
-            answers.clear()  # an error that it holds, holds this frame: together they would stay until gc finds them
+            answers.clear()  # breaks the cycle of an error and this frame, which only gc would free
             if not ended:
                 _give_up(thread)
 
@@ -87,6 +87,6 @@ class OffLoop:
 
 
 def _give_up(thread: threading.Thread) -> None:
-    """Raise _GivenUp in it, at the next line of Python that it runs."""
+    """Raise _GivenUp in the thread, at the next line of Python that it runs."""
     assert thread.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_GivenUp))

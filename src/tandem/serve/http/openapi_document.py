@@ -1,4 +1,4 @@
-"""What a service takes and answers, as an OpenAPI document that is made from its routes."""
+"""Make a service's OpenAPI document from its routes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class _Spoken:
 
 
 def speaks(body: Any = None, **more: Any) -> Callable[[F], F]:
-    """Say what an endpoint takes and answers. `body`: its pydantic model or msgspec struct, or a union of some;
-    `optional`: it may be left out; `types`, `answers`: media types; `status`: of success; `query`: its parameters;
-    `key`: whether it needs an Idempotency-Key, or takes one."""
+    """Describe an endpoint's requests and responses. `body`: a pydantic model, a msgspec struct or a union; `optional`:
+    the body may be left out; `types`, `answers`: media types; `status`: of success; `query`: parameters; `key`: whether
+    an Idempotency-Key is required or optional."""
 
     def mark(endpoint: F) -> F:
         endpoint.__dict__["spoken"] = _Spoken(body, **more)
@@ -48,7 +48,7 @@ def speaks(body: Any = None, **more: Any) -> Callable[[F], F]:
 
 
 class Endpoints:
-    """Which function answers which operation: FastAPI asks for the name of each, and tells no more of it later."""
+    """Maps operation ids to functions. FastAPI calls `name` for each route, and its document has only the name."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Callable[..., Any]] = {}
@@ -98,7 +98,7 @@ def document(app: FastAPI, endpoints: Endpoints, hot: Sequence[Route], open_path
 
 
 def _parameters(known: Sequence[Mapping[str, Any]], said: _Spoken, path: str) -> Iterator[Mapping[str, Any]]:
-    """Those that FastAPI knows, and those that an endpoint looks up in its request."""
+    """Yield the parameters that FastAPI knows, and those that an endpoint reads from its request."""
     yield from known
     known_names = {each["name"] for each in known}
     for name in re.findall(r"{(\w+)}", path):
@@ -116,7 +116,7 @@ def _parameters(known: Sequence[Mapping[str, Any]], said: _Spoken, path: str) ->
 
 def _responses(operation: Mapping[str, Any], said: _Spoken, path: str, *, is_open: bool) -> dict[str, Any]:
     content = {kind: {"schema": {"type": "object"} if kind == JSON else {"type": "string"}} for kind in said.answers}
-    found: dict[str, Any] = {str(said.status): {"description": "What was asked for.", "content": content}}
+    found: dict[str, Any] = {str(said.status): {"description": "Success.", "content": content}}
     statuses = {403, 421, 500, 503} | (set() if is_open else {401})
     if operation.get("parameters"):
         statuses |= {404, 422}
@@ -160,7 +160,7 @@ def _kinds(spoken: Any) -> Iterator[Any]:
 
 
 def _schemas(kinds: Sequence[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """How each is referred to, and all that is referred to."""
+    """Return the reference to each model, and the schemas that are referred to."""
     models = list(dict.fromkeys(kind for kind in kinds if _is_model(kind)))
     structs = list(dict.fromkeys(kind for kind in kinds if not _is_model(kind)))
     refs, schemas = dict[Any, Any](), dict[str, Any]()
@@ -171,7 +171,7 @@ def _schemas(kinds: Sequence[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
     if structs:
         outer, inner = msgspec.json.schema_components(structs, ref_template=f"{_REF}{{name}}")
         refs |= dict(zip(structs, outer, strict=True))
-        assert not schemas.keys() & inner.keys(), "two bodies of one name"
+        assert not schemas.keys() & inner.keys(), "two bodies have the same name"
         schemas |= inner
     return refs, schemas
 

@@ -1,9 +1,9 @@
-"""Pages for people at GET /: of each service one file, without a number in it.
+"""Web pages at GET /, one static file per service, without data in it.
 
-A browser sends no token when it loads a page, so the page is open to all, and empty. It asks for the token, keeps it
-for as long as its tab is open, and fetches what it shows with it, as any client does. What it shows was written by
-environments, users and models: its policy lets no script run but its own, no request leave for elsewhere, and no text
-become markup.
+A browser sends no token when it loads a page, so the page is open to all and contains no data. It asks for the token,
+keeps it while its tab is open, and fetches its data with it, as any client does. Environments, users and models wrote
+that data. So the page's policy runs only its own script, allows no request to other servers, and never treats text as
+markup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.serve.http.openapi_document import PAGE, speaks
 
 
 def page(file: str) -> Callable[[], Awaitable[Response]]:
-    """A route that answers with one of the .html files beside this one."""
+    """Return a route that serves one of the .html files in this folder."""
 
     @speaks(answers=(PAGE,))
     async def answer() -> Response:
@@ -57,7 +57,7 @@ def _page(file: str) -> tuple[bytes, dict[str, str]]:
 
 
 def _digests(text: str, tag: str) -> str:
-    """What stands in the file's own elements, and nothing else, may run or style it."""
+    """Return the digests of the file's own elements of this tag; the policy allows no others."""
     inside = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     assert inside, f"the page has no <{tag}>"
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in inside)

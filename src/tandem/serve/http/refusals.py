@@ -1,4 +1,4 @@
-"""What a refusal looks like: as every service says it, and as OpenAI's clients expect it on OpenAI's paths."""
+"""The form of error responses: one for all services, and OpenAI's form on OpenAI's paths."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 507:
 
 
 class RequestRefused(TandemError):
-    """A request that is answered with an error; `field` names what to change in it."""
+    """A request is answered with an error; `field` names what to change in the request."""
 
     def __init__(self, status: int, message: str, *, field: str = "", code: str = "", close: bool = False) -> None:
-        """`close`: the connection too."""
+        """`close`: also close the connection."""
         super().__init__(message)
         self.status, self.message, self.field, self.close = status, message, field, close
         self.code = code or CODES[status]
@@ -57,14 +57,14 @@ class RequestRefused(TandemError):
 
     @property
     def openai(self) -> tuple[int, dict[str, dict[str, Any]]]:
-        """The status and the body that OpenAI's clients know: to them a request that is wrong is a 400."""
+        """Status and body in OpenAI's form, where an invalid request is a 400."""
         kind = _OPENAI_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         error = self.body["error"] | {"type": kind, "param": self.field or None}
         return 400 if self.status == 422 else self.status, {"error": error}
 
 
 def as_refused(error: Exception) -> RequestRefused:
-    """Any failure as the client is told about it. What we did not foresee keeps its text to itself (the log has it)."""
+    """Return the response for any failure. An unexpected error's text is only logged, not sent to the client."""
     match error:
         case RequestRefused():
             return error
@@ -89,7 +89,7 @@ def as_refused(error: Exception) -> RequestRefused:
 
 
 def speaks_openai(path: str) -> bool:
-    """Whether a path is one of OpenAI's, whose errors have a shape of their own."""
+    """Return whether a path is one of OpenAI's, whose errors have another form."""
     return "/v1/" in path
 
 

@@ -1,4 +1,4 @@
-"""Starting and ending a service: its token, its socket, its ready file, its signals."""
+"""Start and end a service: its token, socket, ready file and signals."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.serve.http.h11_protocol import PlainHttp
 
-_GRACE_S = 5  # for open answers to end; then they are cut. Together with closing the service: within 10 s of SIGTERM
-_END_S = 10.0  # from SIGTERM to the end of the process, whatever still runs in it
-_IDLE_S = 30  # that a connection may wait for its next request: longer than clients of ours keep one
+_GRACE_S = 5  # for open responses to end before they are cut; with closing the service it ends within 10 s of SIGTERM
+_END_S = 10.0  # from SIGTERM to the forced end of the process
+_IDLE_S = 30  # for the next request on a connection; longer than Tandem's clients keep an idle one
 
 
 @dataclass(frozen=True, init=False)
@@ -37,10 +37,10 @@ class Listen:
     data_dir: Path
     host: str
     port: int
-    """0 takes a free one; the ready file says which."""
+    """0 takes a free port; the ready file names it."""
     ready_file: Path | None
     insecure: bool
-    """Allows a public bind without TLS."""
+    """Whether to allow a public address without TLS."""
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class Listen:
         return self.data_dir / "token"
 
     def token(self) -> str:
-        """The token of this data directory, made at the first start."""
+        """Return the token of this data directory; the first start creates it."""
         try:
             return self._token()
         except OSError as error:
-            raise SpecError(f"--data-dir = '{self.data_dir}': cannot keep anything there: {error}") from error
+            raise SpecError(f"--data-dir = '{self.data_dir}': cannot be written: {error}") from error
 
     def _token(self) -> str:
         atomic_write.make_directory(self.data_dir, mode=atomic_write.PRIVATE)
-        # A token that others could read is no secret any more: it is replaced.
+        # A token file that other users could read is replaced.
         private = self.token_file.is_file() and not self.token_file.stat().st_mode & 0o077
         if private and (token := self.token_file.read_text().strip()):
             return token
@@ -93,13 +93,14 @@ class Listen:
         return token
 
     def clear_ready_file(self) -> None:
-        """A stale one would send callers to a dead process."""
+        """Remove an old ready file, which would send clients to a dead process, and check that a new one can be
+        written."""
         if self.ready_file is None:
             return
         try:
             self.ready_file.unlink(missing_ok=True)
             with tempfile.TemporaryFile(dir=self.ready_file.parent):
-                pass  # once it serves is too late to learn that nothing can be written there
+                pass  # fails now rather than once the service runs
         except OSError as error:
             raise SpecError(f"--ready-file = '{self.ready_file}': cannot be written: {error}") from error
 
@@ -108,7 +109,7 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: FastAPI, listen: Listen, tell: Callable[[str], None], http: type[asyncio.Protocol] | None = None
     ) -> None:
-        """`http`: what reads requests; PlainHttp unless a service needs a faster one."""
+        """`http`: the protocol that reads requests; default: PlainHttp."""
         super().__init__(
             uvicorn.Config(
                 app, http=http or PlainHttp, ws="none", lifespan="on", log_config=None, access_log=False,
@@ -159,7 +160,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
-            # By a thread in C, which needs no turn of the interpreter: it says where each thread stands, and exits.
+            # A thread in C does this without the GIL: it writes the stack of each thread, and exits.
             faulthandler.dump_traceback_later(_END_S, exit=True)
         super().handle_exit(sig, frame)
 
@@ -174,7 +175,7 @@ def serve_forever(
     tell: Callable[[str], None] = print,
     http: type[asyncio.Protocol] | None = None,
 ) -> None:
-    """Returns after SIGTERM or Ctrl-C, within 10 s."""
+    """Serve until SIGTERM or Ctrl-C; return within 10 s after it."""
     gc.collect()
-    gc.freeze()  # modules and routes stay: to look at them all again, now and then, would hold every request up
+    gc.freeze()  # modules and routes stay: gc would scan them again and again, and delay every request
     Server(app, listen, tell, http).run()

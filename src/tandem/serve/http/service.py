@@ -1,6 +1,7 @@
-"""What every Tandem service shares: who may come in, what a refusal looks like, and the books it keeps open.
+"""What all Tandem services share: the access gate, error responses and metrics.
 
-At the door, in this order: Host, Origin, token, type and size of the body. A route sees nothing that failed one.
+The access gate checks, in this order: Host, Origin, token, type and size of the body. Routes see only requests that
+pass.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ _log = logging.getLogger(__name__)
 
 BODY_BYTES = 16 * 2**20
 _CLOSE_S = 3.0
-_AT_ONCE = 2**20  # bytes that are unpacked without a second thought, and on the event loop
+_AT_ONCE = 2**20  # bytes that are unpacked on the event loop, and that any body may unpack to
 _MAX_RATIO = 100
-_BODIES_AT_A_TIME = 16  # as large as they may be
-STALL_S = 15.0  # without a byte of a body, and its sender has hung
-SLOW_S, _SLOW_BYTES_S = 60.0, 4096  # a body comes within that time, and what it takes at that rate
-ROOM_S = 5.0  # for room among the bodies, where a client should not be told of it
-_SMALL_BYTES = 64 * 2**10  # of a body that is refused: read, so that the connection can go on
-_LINGER_S, LINGER_BYTES = 1.0, 32 * 2**20  # of a larger one: read and dropped before the connection ends
+_BODIES_AT_A_TIME = 16  # bodies of the largest size that fit into memory together
+STALL_S = 15.0  # longest time without a byte of a body
+SLOW_S, _SLOW_BYTES_S = 60.0, 4096  # a body must arrive within SLOW_S plus its size at this rate
+ROOM_S = 5.0  # to wait for memory for a body, on patient paths
+_SMALL_BYTES = 64 * 2**10  # a refused body of up to this size is read, so that the connection can be used again
+_LINGER_S, LINGER_BYTES = (
+    1.0,
+    32 * 2**20,
+)  # the most of a larger one to read and drop before closing
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -51,46 +55,46 @@ T = TypeVar("T")
 
 
 class HotRoute(Route):
-    """For what is called all the time: the answer is made by `endpoint` alone, without what FastAPI does around it,
-    which takes longer than a small answer."""
+    """A route for frequent calls: `endpoint` makes the whole response, without FastAPI's processing, which takes longer
+    than a small response."""
 
     def __init__(self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str = "POST") -> None:
         super().__init__(path, endpoint, methods=[method])
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)
-        return match, {**child, "route": self}  # for the books
+        return match, {**child, "route": self}  # for the metrics
 
 
 @dataclass(frozen=True)
 class Service:
-    """What one service brings to the app: its routes, numbers for /limits and /metrics, and what ends with it."""
+    """What one service adds to the app: its routes, its limits and metrics, and what to start and close."""
 
     name: str
     router: APIRouter
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     close: Callable[[], Awaitable[None]] | None = None
-    """Once all requests have ended."""
+    """Called once all requests have ended."""
     why_unfit: Callable[[], str] = lambda: ""
-    """Why it cannot answer, for /health; empty if it can."""
+    """Returns why the service cannot answer, for /health; empty if it can."""
     start: Callable[[], Awaitable[None]] | None = None
-    """Before the first request, on the event loop."""
+    """Called before the first request, on the event loop."""
     body_types: frozenset[str] = frozenset({"application/json"})
     gzip: bool = False
-    """Whether bodies may come compressed; unpacked they are held to the same cap."""
+    """Whether bodies may be compressed; the size limit holds for the unpacked body."""
     open_paths: frozenset[str] = frozenset()
-    """Beside /health: who calls them needs no token."""
+    """Paths that need no token, besides /health."""
     patient_paths: frozenset[str] = frozenset()
-    """Their clients repeat a 5xx alone: bodies wait for room, and are told 507 or 503 instead of 429 or 408."""
+    """Paths whose clients retry only after a 5xx. Bodies wait for memory, and get 507 or 503 instead of 429 or 408."""
     hot: Sequence[HotRoute] = ()
-    """Tried before the router."""
+    """Routes that are matched before the router."""
     ending: Callable[[], None] = lambda: None
-    """When the server was told to end: streams without an end of their own are to end now."""
+    """Called when the server must end, to end streams that would not end by themselves."""
 
 
 def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES) -> FastAPI:
-    """`hosts`: names under which the service may be addressed; None allows any (a public bind)."""
+    """Build the app. `hosts`: allowed Host names; None allows any (a public bind)."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -137,7 +141,7 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
     app.add_exception_handler(RequestValidationError, _answer)
     app.add_exception_handler(Exception, _answer)
     app.add_middleware(AccessGate, service=service, token=token, hosts=hosts, body_bytes=body_bytes)
-    app.add_middleware(Meter, registry=registry)  # added last, so outermost: refusals at the gate are counted too
+    app.add_middleware(Meter, registry=registry)  # outermost: it also counts refusals of the access gate
     return app
 
 
@@ -152,20 +156,20 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    """What may be done with this path: several routes can have it, each with its methods."""
+    """Return the methods of a path; several routes may have the same path."""
     asked: list[Scope] = [{**request.scope, "method": method} for method in _METHODS]
     matched = (scope for scope in asked if any(each.matches(scope)[0] is Match.FULL for each in request.app.routes))
     return [scope["method"] for scope in matched]
 
 
 async def turn_away(error: RequestRefused, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request whose body was not read, and end its connection if that body is not small: nothing of it is
-    kept, and after a moment nothing more of it is read."""
+    """Answer a request whose body was not read. Unless the body is small, read and drop it for a moment, then close the
+    connection."""
     headers = Headers(scope=scope)
     unread = _has_body(headers) and not scope.get(_WHOLE)
     if unread and not error.close and not 0 <= _said_bytes(headers, -1) <= _SMALL_BYTES:
         error.close = True
-        if "expect" not in headers:  # a client that asks first sends nothing once it has the answer
+        if "expect" not in headers:  # a client that waits for 100 Continue sends no body after this response
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
                     await _until_read(receive, LINGER_BYTES)
@@ -173,7 +177,7 @@ async def turn_away(error: RequestRefused, scope: Scope, receive: Receive, send:
 
 
 async def _until_read(receive: Receive, most: int) -> None:
-    """A client that is still sending when its connection ends may never see the answer."""
+    """Read and drop a body: a client that is still sending when the connection closes may not see the response."""
     while most > 0:
         message = await receive()
         most -= len(message.get("body", b""))
@@ -181,7 +185,7 @@ async def _until_read(receive: Receive, most: int) -> None:
             return
 
 
-# --- the door
+# --- the access gate
 
 
 class AccessGate:
@@ -196,7 +200,7 @@ class AccessGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        assert scope["type"] == "http", "websockets are off: they would pass by these checks"
+        assert scope["type"] == "http", "websockets are off, because they would bypass these checks"
         headers = Headers(scope=scope)
         try:
             self._check_host(headers)
@@ -212,8 +216,8 @@ class AccessGate:
         await self.app(scope, receive, send)
 
     async def _with_body(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
-        """Held in memory from its first byte until it was parsed, or answered: what it takes, and before it is
-        whole what has come of it, is counted for that time."""
+        """Read the body and call the app. Count the body's memory from its first byte until it is freed or the request
+        is answered."""
         patient, room = scope["path"] in self.service.patient_paths, 0
 
         def now_takes(size: int) -> None:
@@ -238,12 +242,12 @@ class AccessGate:
         while self.held + size > _BODIES_AT_A_TIME * self.body_bytes:
             if time.monotonic() >= until:
                 raise RequestRefused(
-                    507 if patient else 429, f"bodies of {self.held} bytes are under way; send it again"
+                    507 if patient else 429, f"bodies of {self.held} bytes are in memory; send it again"
                 )
             await asyncio.sleep(0.05)
 
     def _check_host(self, headers: Headers) -> None:
-        """A name that is not ours comes from a browser whose DNS was rebound to this address."""
+        """Refuse unknown Host names: a page can rebind its DNS name to this address and let a browser send requests."""
         named = headers.getlist("host")
         if len(named) != 1:
             raise RequestRefused(421, "the request must carry one Host header")
@@ -253,8 +257,8 @@ class AccessGate:
             raise RequestRefused(421, f"this service is not '{host}'; it answers to {', '.join(sorted(self.hosts))}")
 
     def _check_origin(self, headers: Headers, *, needs_token: bool) -> None:
-        """Browsers send Origin; a page from elsewhere has no business here, token or not. With the GET of an image they
-        send none: where no token is asked for, another port of this host is elsewhere too."""
+        """Refuse requests from pages of other origins, with or without a token. A browser sends no Origin when it loads
+        an image, so on open paths Sec-Fetch-Site must also not name another site or port."""
         ours = {f"{scheme}://{headers['host'].lower()}" for scheme in ("http", "https")}
         if any(origin.lower() not in ours for origin in headers.getlist("origin")):
             raise RequestRefused(403, "pages of another origin may not call this service")
@@ -273,7 +277,9 @@ class AccessGate:
             raise RequestRefused(415, f"Content-Type must be {known}, not '{kind}'", field="content-type")
         encoding = headers.get("content-encoding", "identity").lower()
         if encoding != "identity" and not (self.service.gzip and encoding == "gzip"):
-            raise RequestRefused(415, "bodies of this encoding are not taken; send it plain", field="content-encoding")
+            raise RequestRefused(
+                415, "unsupported Content-Encoding; send the body uncompressed", field="content-encoding"
+            )
 
     async def _whole_body(
         self,
@@ -284,13 +290,13 @@ class AccessGate:
         *,
         patient: bool,
     ) -> bytes:
-        """Reads the body up to the cap, before anything parses it."""
+        """Read the whole body, up to the size limit, before anything parses it."""
         too_large = RequestRefused(413, f"the body is larger than {self.body_bytes} bytes")
         said = _said_bytes(headers, 0)
         if said > self.body_bytes:
             raise too_large
         await self._room_for(said, patient=patient)
-        unseen = min(said or self.body_bytes, self.body_bytes, _AT_ONCE)  # what may have come before it is handed on
+        unseen = min(said or self.body_bytes, self.body_bytes, _AT_ONCE)  # may have arrived before it is passed on
         await grow(unseen)
         parts, size, more = list[bytes](), 0, True
         began = heard = asyncio.get_running_loop().time()
@@ -322,7 +328,7 @@ class AccessGate:
 
 
 def _most_plain(packed_bytes: int, most: int) -> int:
-    """The cap, and less for what no honest text packs to: a small body must not cost much memory."""
+    """Return the largest unpacked size. No real text has a higher ratio, so a small body may not take much memory."""
     return min(most, max(_AT_ONCE, _MAX_RATIO * packed_bytes))
 
 
@@ -334,9 +340,9 @@ def gunzip(body: bytes, most: int) -> bytes:
     except zlib.error as error:
         raise RequestRefused(422, f"the body is not gzip: {error}", field="content-encoding") from None
     if len(plain) > most:
-        raise RequestRefused(413, f"unpacked the body is larger than {most} bytes")
+        raise RequestRefused(413, f"the unpacked body is larger than {most} bytes")
     if not unpacker.eof or unpacker.unused_data:
-        raise RequestRefused(422, "the body is not one whole gzip stream", field="content-encoding")
+        raise RequestRefused(422, "the body is not one complete gzip stream", field="content-encoding")
     return plain
 
 
@@ -366,20 +372,20 @@ def _played_back(scope: Scope, receive: Receive) -> Receive:
     return replay
 
 
-# --- the books
+# --- metrics
 
 
 class Meter:
-    """Counts every answer by route (never by path: its cardinality would be the client's to choose) and status. One
-    that the end of the server cut off before it began is a 503."""
+    """Counts responses by route and status. Paths are not used as labels, because clients choose them. A request that
+    the server's end cut off before its response began gets a 503."""
 
     def __init__(self, app: ASGIApp, *, registry: CollectorRegistry) -> None:
         self.app = app
         self.requests = Counter(
-            "tandem_http_requests", "Answers given.", ("method", "route", "status"), registry=registry
+            "tandem_http_requests", "Responses sent.", ("method", "route", "status"), registry=registry
         )
         self.seconds = Histogram(
-            "tandem_http_request_seconds", "From the request to the last byte of its answer.", ("route",),
+            "tandem_http_request_seconds", "From the request to the last byte of its response.", ("route",),
             registry=registry, buckets=(0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300),
         )  # fmt: skip
 
@@ -396,9 +402,9 @@ class Meter:
 
         try:
             await self.app(scope, receive, watch)
-        except asyncio.CancelledError:  # by uvicorn, which would log it as a fault; it closes what was begun
+        except asyncio.CancelledError:  # by uvicorn, which would log it as an error; it closes open responses
             if not status:
-                ended = RequestRefused(503, "the service ends; send it again once it is back", close=True)
+                ended = RequestRefused(503, "the service is ending; send it again after its restart", close=True)
                 await refusal(ended, scope)(scope, receive, watch)
         finally:
             route = getattr(scope.get("route"), "path", "none")
@@ -411,19 +417,19 @@ class Meter:
 
 
 def body_at_hand(request: Request) -> bytes:
-    """What `await request.body()` gives, which makes a copy of it."""
+    """Return the body without the copy that `await request.body()` makes."""
     return request.scope.get(_BODY, b"")
 
 
 def let_go(request: Request) -> None:
-    """Free a parsed body: its memory is for other requests while this one waits."""
+    """Free a parsed body, so that other requests can use its memory while this one waits."""
     request._body = b""  # pyright: ignore[reportPrivateUsage] - where Starlette keeps it for a second reader
     request.scope[_BODY] = b""
     request.scope.get(_LET_GO, lambda: None)()
 
 
 def aside(request: Request) -> OffLoop:
-    """Where work of this request is done that takes long, or may."""
+    """Return the runner for work of this request that may take long."""
     return request.app.state.aside
 
 

@@ -1,6 +1,6 @@
-"""Who may do what with an online server: a key that answers, one that teaches, and the token, which may do all.
+"""The keys of an online server: one may ask for answers, one may also train, and the token may do everything.
 
-A route that is in no list is the token's alone.
+A route that is in no list needs the token.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MAY: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("GET", "/openapi.json"),
     ),
 }  # fmt: skip
-"""Method, and what the path begins with; a path that ends in a slash or is followed by one, or whole."""
+"""Methods and paths. A path allows itself and all paths under it; one that ends in a slash, only those under it."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Of one data directory, each in a file of its own beside the token."""
+    """The keys of one data directory, each in its own file beside the token."""
 
     token: str
     by_scope: Mapping[str, str]
@@ -47,7 +47,7 @@ class Keys:
         return cls(token, {scope: _key(directory / f"token-{scope}") for scope in SCOPES})
 
     def scope_of(self, credential: str) -> str:
-        """Empty: none of these; the door knows what to say."""
+        """Return the scope of a credential; empty if it is no key. The access gate checks the token."""
         found = ""
         for scope, key in self.by_scope.items():
             if hmac.compare_digest(credential.encode(), f"Bearer {key}".encode()):
@@ -56,8 +56,8 @@ class Keys:
 
 
 class KeyRing:
-    """Before the door: a key that may do what it asks for is let in as the token is, and its name stays with the
-    request."""
+    """Checks keys before the access gate. A request with a key that may do it continues with the token; the key's name
+    is kept in the scope."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys) -> None:
         self.app, self.keys = app, keys

@@ -1,4 +1,4 @@
-"""Versions that were published before, asked beside the one that serves: `/versions/{version}/v1/...`."""
+"""Serve earlier versions beside the active one: `/versions/{version}/v1/...`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.openai.routes import Sampler
 from tandem.types import Completion, Sampling
 
-_AT_A_TIME = 2  # each holds a whole copy of the weights
+_AT_A_TIME = 2  # each engine holds a copy of all weights
 PATIENCE_S, _LOOK_S = 30.0, 0.02
 JUST_ASKED_S = 1.0  # a caller that was just given an engine is about to use it
 
 
 class _Counted:
-    """An engine, and how many it answers."""
+    """An engine that counts its running requests."""
 
     def __init__(self, engine: Sampler) -> None:
         self._engine, self._running, self.asked_at = engine, 0, 0.0
@@ -45,7 +45,7 @@ class _Counted:
 
 class PastVersions:
     def __init__(self, load: Callable[[int], Sampler] | None) -> None:
-        """`load` makes an engine of a version; it may block. None: this server's engine has one version at a time."""
+        """`load` makes an engine of a version; it may block. None: this server cannot serve earlier versions."""
         self._load, self._turn = load, asyncio.Lock()
         self._engines: OrderedDict[int, _Counted] = OrderedDict()
 
@@ -54,7 +54,7 @@ class PastVersions:
         if self._load is None:
             text = "only the embedded engine with all weights trained holds several versions; activate the version"
             raise RequestRefused(409, text, field="version")
-        if version not in self._engines:  # who asks for one that is here does not wait for who asks for another
+        if version not in self._engines:  # a request for a loaded version does not wait for the lock
             async with self._turn:
                 await self._bring(version, self._load)
         self._engines.move_to_end(version)
@@ -62,7 +62,7 @@ class PastVersions:
         return self._engines[version]
 
     async def _bring(self, version: int, load: Callable[[int], Sampler]) -> None:
-        if version in self._engines:  # by who had the turn before
+        if version in self._engines:  # another request loaded it while this one waited for the lock
             return
         while len(self._engines) >= _AT_A_TIME:
             await self._engines.pop(await self._idle()).close()
@@ -77,7 +77,7 @@ class PastVersions:
             if (idle := next((version for version, each in self._engines.items() if each.is_idle), None)) is not None:
                 return idle
             await asyncio.sleep(_LOOK_S)
-        text = f"versions {', '.join(map(str, self._engines))} are answering, and only {_AT_A_TIME} can at a time"
+        text = f"versions {', '.join(map(str, self._engines))} are busy, and at most {_AT_A_TIME} can be loaded"
         raise RequestRefused(429, f"{text}; ask again", field="version")
 
     async def close(self) -> None:

@@ -1,21 +1,21 @@
-"""An online server's routes: OpenAI's, and those by which the model is taught, watched and taken back.
+"""The routes of an online server: OpenAI's, and those to train the model, watch it and roll it back.
 
-POST /train                       samples, or a session and its reward; a job that is durable when this answers 202
-GET  /train/status                what is served, what is trained, whether the trainer lives; never waits for it
-GET  /train/jobs  /train/jobs/{id}         what became of jobs, with every gate's verdict
-POST /train/jobs/{id}/cancel      before it is published
+POST /train                       train on samples, or on a session and its reward; the job is on the disk at the 202
+GET  /train/status                the served version, the running job, the trainer's health; never waits for the trainer
+GET  /train/jobs  /train/jobs/{id}         jobs, with the outcome of every gate
+POST /train/jobs/{id}/cancel      cancel a job that is not published yet
 GET  /train/events  /train/jobs/{id}/events    server-sent events
-POST /checkpoint                  master and optimizer, on the disk when this answers
-GET  /versions  /versions/served  those that were published; what the engine holds, digested now
-GET  /versions/{v}/provenance     which samples, whose, which gates
-POST /versions/{v}/v1/...         OpenAI's routes over that version, beside the one that serves
-POST /versions/{v}/activate       serves it: rollback, or forward again
-POST /feedback                    what an answer was worth, for the metric that is watched
-POST /sessions                    a conversation by name; every answer names its session
-GET  /audit                       who did what
-GET  /                            a page for people that shows these, and asks two versions; asks for the token
+POST /checkpoint                  save master weights and optimizer state; on the disk when this answers
+GET  /versions  /versions/served  the published versions; a digest of the engine's weights, computed now
+GET  /versions/{v}/provenance     the samples of a version, their sender, its gates
+POST /versions/{v}/v1/...         OpenAI's routes over an earlier version, beside the active one
+POST /versions/{v}/activate       serve this version: a rollback, or forward again
+POST /feedback                    rate an answer, for the watched metric
+POST /sessions                    open a named conversation; every answer names its session
+GET  /audit                       the audit log
+GET  /                            a page that shows these and compares two versions; it asks for the token
 
-Every write carries an Idempotency-Key; POST /train may leave it out. Keys (serve/online/keys.py) say who may do which.
+Every write needs an Idempotency-Key; POST /train may leave it out. serve/online/keys.py says which key may use a route.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ _MOST, _NO_BOUND = 1000, 10**18 - 1
 _NO_CHOICE = frozenset[str]()
 Number = Annotated[int, Path(ge=0, lt=2**53)]
 _ON_UPDATE = {name: frozenset({"follow", "pin", "restart"}) for name in ("continue", "restart")}
-"""Of the embedded engine. One that drains before each flip has nothing under way then; vLLM treats all alike."""
+"""Of the embedded engine. With `finish` no request is in flight at a flip; vLLM has one setting for all requests."""
 
 
 class OnlineRenderer(Recording, RecorderRenderer, Protocol):
-    """A renderer that answers requests, joins turns, and reads recordings."""
+    """The renderer methods that an online server uses: for requests, sessions and recordings."""
 
 
 def online_service(
@@ -88,7 +88,8 @@ def online_service(
     context: int,
     num_ids: int,
 ) -> Service:
-    """`context`: prompt and completion together. `num_ids`: ids below it exist."""
+    """Build the service. `context`: most tokens of prompt and completion together. `num_ids`: size of the
+    vocabulary."""
     renderer = renderer.within(context)
     embedded = conductor.spec.engine.kind == "server"
     on_update = _ON_UPDATE.get(conductor.spec.engine.on_update, _NO_CHOICE) if embedded else _NO_CHOICE
@@ -160,7 +161,7 @@ def online_service(
 class FeedbackBody(Strict):
     metric: str = Field(min_length=1, max_length=128)
     version: int = Field(ge=0)
-    """That made the answer: `weight_version` says so."""
+    """The version that made the answer: its `weight_version`."""
     value: float
 
 
@@ -201,7 +202,7 @@ class _OnlineApi:
         def learn() -> tuple[Lesson, bytes]:
             said = bytes(
                 msgspec.json.decode(raw, type=_SamplesOnly).samples
-            )  # as it came: to write it again takes longer
+            )  # as it was sent; encoding it again would take longer
             return lesson(body, self.conductor.spec.train, self.model), said
 
         taught, said = await aside(request)(learn, deadline_s=_LESSON_S)
@@ -300,7 +301,7 @@ class _OnlineApi:
         return JSONResponse({"active": active, "serving": self.conductor.serving, "versions": rows})
 
     async def served(self) -> Response:
-        """The version is asked before and after: a flip in between is not taken for one of the two."""
+        """Digest the served weights. The version is read before and after, and again if a flip came in between."""
         engine = self.conductor.engine
         for _ in range(10):
             version = engine.version
@@ -309,7 +310,7 @@ class _OnlineApi:
                 text = "\n".join(f"{name} {each}" for name, each in sorted(prints.items()))
                 digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
                 return JSONResponse({"version": version, "digest": digest, "tensors": len(prints)})
-        raise EngineError("the weights changed each time that they were digested; ask again")
+        raise EngineError("the weights changed during every attempt; send the request again")
 
     async def provenance(self, version: Number) -> Response:
         row = self.store.version(version)
@@ -327,16 +328,16 @@ class _OnlineApi:
         return JSONResponse({"audit": self.store.audit(_most(request, 100))})
 
     async def _repeatable(self, request: Request, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
-        """Done once for a key. These do nothing new when they are done again, should the server die in between."""
+        """Do the work once per key. Repeating it after a crash of the server is harmless."""
         once = await _once(request)
-        async with self._turns.setdefault(once.key, asyncio.Lock()):  # it goes with the last who holds it
+        async with self._turns.setdefault(once.key, asyncio.Lock()):  # removed after its last holder
             if (reply := self.store.answered(once)) is None:
                 reply = await self.store.answer(once, await work())
         return JSONResponse(reply)
 
 
 def _sse(event: Event) -> str:
-    data = json.dumps(event.data, allow_nan=False, separators=(",", ":"))  # in ASCII, as completions are
+    data = json.dumps(event.data, allow_nan=False, separators=(",", ":"))  # ASCII, as in serve/openai/routes.py
     return f"id: {event.number}\nevent: {event.kind}\ndata: {data}\n\n"
 
 
@@ -346,25 +347,25 @@ def _who(request: Request) -> str:
 
 def _most(request: Request, usual: int) -> int:
     if (most := _asked(request, "most", usual)) > _MOST:
-        raise RequestRefused(422, f"no more than {_MOST} are told at a time", field="most")
+        raise RequestRefused(422, f"must be at most {_MOST}", field="most")
     return most
 
 
 def _asked(request: Request, name: str, usual: int) -> int:
     text = request.query_params.get(name, str(usual))
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise RequestRefused(422, f"'{text[:40]}' is no number, or too large a one", field=name)
+        raise RequestRefused(422, f"'{text[:40]}' is not a number, or is too large", field=name)
     return int(text)
 
 
 async def _once(request: Request, *, needed: bool = True) -> RequestKey:
-    """Not `needed`: a write without a key gets a new one, and is done again when it is sent again."""
+    """Return the request's key. Not `needed`: a write without one gets a new key, so sending it again repeats it."""
     key = request.headers.get("idempotency-key", "" if needed else uuid.uuid4().hex)
     if not _KEY.fullmatch(key):
         raise RequestRefused(
             422,
-            "send a new Idempotency-Key with every write, and the same one when you repeat it: 1 to 128 of letters, "
-            "digits and . _ : / -",
+            "send a new Idempotency-Key with every write, and the same one to repeat it: 1 to 128 letters, digits "
+            "and . _ : / -",
             field="idempotency-key",
         )
     digest = hashlib.sha256(f"{request.method} {request.url.path}?{request.url.query}\n".encode())

@@ -1,4 +1,4 @@
-"""What `POST /train` takes: samples of four kinds, and how they are to be learned."""
+"""The body of `POST /train`: samples of four kinds, and how to train on them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Ids: TypeAlias = list[Annotated[int, Field(ge=0, lt=2**31)]]
 Kind: TypeAlias = Literal["messages", "ids", "pair"]
 
 MAX_TOKENS = 1_000_000
-"""Of one job."""
+"""Most tokens of one job."""
 MAX_SAMPLED_TOKENS = 400_000
-"""Of one job whose tokens come with logprobs and versions: with those it fits a frame to the trainer process."""
+"""Most tokens of a job whose tokens have logprobs and versions, so that it fits one frame to the trainer process."""
 
 
 class SampleBody(Strict):
@@ -40,7 +40,7 @@ class SampleBody(Strict):
     chosen: str | list[dict[str, Any]] | None = None
     rejected: str | list[dict[str, Any]] | None = None
     reward: Annotated[float, Field(ge=-100, le=100)] | None = None
-    """With messages or ids: how good it is, instead of a demonstration."""
+    """With messages or ids: the sample's reward. Left out: the sample is a demonstration."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> SampleBody:
@@ -51,7 +51,7 @@ class SampleBody(Strict):
                 "a sample is `messages`, or `context_ids` and `continuation_ids`, or `prompt`, `chosen`, `rejected`"
             )
         if self.reward is not None and self.kind == "pair":
-            raise ValueError("reward: a pair says itself which answer is better")
+            raise ValueError("reward: a pair has none, because it says which answer is better")
         return self
 
     @property
@@ -60,43 +60,43 @@ class SampleBody(Strict):
 
 
 class ConfigBody(Strict):
-    """What older clients send beside the samples."""
+    """A table that older clients send with the samples."""
 
     lr: float | None = Field(default=None, gt=0, lt=1)
     """The same as the job's `lr`."""
     rank: int | None = Field(default=None, ge=1)
-    """Of the server's adapters, or of its optimizer's projection: a job cannot change it, so it must be the same."""
+    """Must equal the rank of the server's adapters or of its optimizer's projection, which a job cannot change."""
 
 
 class TrainBody(Strict):
     samples: Annotated[list[SampleBody], Field(min_length=1, max_length=65536)] | None = None
     session: str | None = Field(default=None, max_length=64)
-    """A conversation that was held here, instead of samples."""
+    """The id of a conversation on this server, instead of samples."""
     reward: Annotated[float, Field(ge=-100, le=100)] | None = None
-    """What it was worth; its branches share it."""
+    """The session's reward; all its branches get it."""
     algorithm: Literal["sft", "self_distill", "dpo", "reward"] | None = None
-    """Left out: what fits the samples. `self_distill`: the model answers by itself, judged by itself with the sample's
-    last turn in its prompt."""
+    """Left out: the one that fits the samples. `self_distill`: the model samples answers and judges them itself, with
+    the sample's last turn in the judge's prompt."""
     lr: float | None = Field(default=None, gt=0, lt=1)
     config: ConfigBody | None = None
     """The older form of `lr`, with a rank."""
     steps: int | None = Field(default=None, ge=1)
-    """So many are trained. Left out: until the samples are known, `train.steps` of them at most."""
+    """Number of steps. Left out: until the samples are known, at most `train.steps`."""
     known: float | None = Field(default=None, ge=0, lt=1)
-    """Of an `sft` job: it ends early, once every trained token has this probability. 0: it does not."""
+    """An `sft` job ends early once every trained token has this probability. 0: it does not end early."""
     context_grad: Literal["full", "none"] | None = None
     kl_coef: float = Field(default=0.0, ge=0, le=100)
-    """Weight of a term that holds the trained tokens to what the version before the job says of them."""
+    """Weight of a KL term that holds the trained tokens near the version before the job."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     source: str = Field(default="", max_length=128)
-    """Who or what the samples come from: replay keeps its share of each source below a cap."""
+    """Origin of the samples; replay limits the share of each source."""
 
     @model_validator(mode="after")
     def _samples_or_session(self) -> TrainBody:
         if (self.samples is None) == (self.session is None):
             raise ValueError("samples or session: send one of them")
         if (self.session is None) != (self.reward is None):
-            raise ValueError("reward: a session is sent with it, and samples have their own")
+            raise ValueError("reward: send it with a session; samples have their own rewards")
         if self.lr is not None and self.config is not None and self.config.lr not in (None, self.lr):
             raise ValueError(f"config.lr = {self.config.lr:g} and lr = {self.lr:g}: send one of them")
         return self
@@ -104,7 +104,7 @@ class TrainBody(Strict):
 
 @dataclass(frozen=True)
 class SampleRequirements:
-    """What samples must fit."""
+    """The model's properties that samples must fit."""
 
     renderer: RecorderRenderer
     context: int
@@ -119,7 +119,7 @@ class Lesson:
 
 
 def lesson(body: TrainBody, spec: TeachSpec, model: SampleRequirements) -> Lesson:
-    """In token space, within bounds; Refused with the field."""
+    """Turn the samples into tokens and check the limits. RequestRefused names the field."""
     assert body.samples is not None
     if len(body.samples) > spec.max_samples:
         text = f"{len(body.samples)} samples; train.max_samples = {spec.max_samples} allows fewer in one job"
@@ -127,7 +127,7 @@ def lesson(body: TrainBody, spec: TeachSpec, model: SampleRequirements) -> Lesso
     algorithm = body.algorithm or _fitting(body.samples)
     for index, sample in enumerate(body.samples):
         if (_fitting([sample]), algorithm) != ("sft", "self_distill") and _fitting([sample]) != algorithm:
-            text = f"algorithm '{algorithm}' does not learn from such a sample; all of a job are of one kind"
+            text = f"algorithm '{algorithm}' does not learn from such a sample; send samples of one kind in a job"
             raise RequestRefused(422, text, field=f"samples.{index}")
     shown = algorithm == "self_distill"
     groups = [_group(sample, f"samples.{index}", model, shown) for index, sample in enumerate(body.samples)]
@@ -138,7 +138,8 @@ def lesson(body: TrainBody, spec: TeachSpec, model: SampleRequirements) -> Lesso
 
 
 def lesson_of_session(body: TrainBody, trajectories: Sequence[Trajectory], spec: TeachSpec) -> Lesson:
-    """What was sampled here. Branches whose rewards differ are compared; otherwise each counts by its own."""
+    """Return the lesson of a session's trajectories. Branches with different rewards form one group to compare;
+    otherwise each branch is a group of its own."""
     if body.algorithm not in (None, "reward"):
         text = f"algorithm '{body.algorithm}' does not learn from a session; leave it out"
         raise RequestRefused(422, text, field="algorithm")
@@ -158,13 +159,13 @@ def _with_answers(shown: Trajectory) -> int:
 def _bounded_tokens(count: int, most: int, field: str) -> int:
     if count > most:
         raise RequestRefused(
-            422, f"{count} tokens, answers included; one job of this kind may have {most}", field=field
+            422, f"{count} tokens, answers included; a job of this kind may have at most {most}", field=field
         )
     return count
 
 
 def check_rank(body: TrainBody, spec: OnlineSpec) -> None:
-    """Refused, if the job asks for another rank than the server has."""
+    """Raise RequestRefused if the job names another rank than the server's."""
     if body.config is None or (asked := body.config.rank) is None:
         return
     of_optimizer = spec.optimizer.rank if isinstance(spec.optimizer, ApolloSpec) else None
@@ -176,9 +177,7 @@ def check_rank(body: TrainBody, spec: OnlineSpec) -> None:
 
 def teaching_of(algorithm: str, body: TrainBody, spec: TeachSpec) -> Teaching:
     if body.known and algorithm != "sft":
-        raise RequestRefused(
-            422, f"a job of algorithm '{algorithm}' has no answer to know; leave it out", field="known"
-        )
+        raise RequestRefused(422, f"algorithm '{algorithm}' does not support it; leave it out", field="known")
     until_known = spec.known if body.steps is None else 0.0
     lr = body.lr or (body.config.lr if body.config is not None else None) or spec.lr
     return Teaching(
@@ -214,7 +213,7 @@ def _group(sample: SampleBody, field: str, model: SampleRequirements, shown: boo
         raise RequestRefused(422, str(error), field=field) from error
     for each in group:
         if not each.num_trained:
-            raise RequestRefused(422, "nothing of it would be trained: the assistant says nothing", field=field)
+            raise RequestRefused(422, "has no token to train: the assistant says nothing", field=field)
         if len(each.ids) > model.context:
             text = f"{len(each.ids)} tokens are more than the {model.context} of the model's context"
             raise RequestRefused(422, text, field=field)
@@ -234,26 +233,26 @@ def _read(sample: SampleBody, field: str, model: SampleRequirements) -> Group:
 
 
 def _shown(sample: SampleBody, field: str, model: SampleRequirements) -> Group:
-    """The last turn of a conversation twice: after its context, and after that with the turn itself shown in it."""
+    """Return the last turn of a conversation twice: after its context, and after a context that also shows the turn."""
     if sample.kind != "messages":
-        raise BadRow("self_distill shows the model what it is to learn as text; give messages")
+        raise BadRow("self_distill shows the demonstration as text; send messages")
     messages = parse_row({"messages": sample.messages})
     last = messages[-1]
     if last.get("tool_calls") or not last["content"].strip():
-        raise BadRow("self_distill shows the last turn as text, and this one is none")
+        raise BadRow("self_distill shows the last turn as text, and this turn has no text")
     judged = judge_messages(messages[:-1], last["content"])
     pair = [record(model.renderer, [*context, last], field) for context in (messages[:-1], judged)]
-    for each in pair:  # earlier turns of the assistant's are context
+    for each in pair:  # the assistant's earlier turns are context
         begins = max(at for at, trained in enumerate(each.trained) if trained and not each.trained[at - 1])
         each.trained[:begins] = [False] * begins
         if begins + most_tokens(each.num_trained) > model.context:
-            raise BadRow(f"the model's context of {model.context} tokens has no room for answers beside what is shown")
+            raise BadRow(f"the model's context of {model.context} tokens has no room for answers beside the shown turn")
     return pair
 
 
 def _of_ids(context: list[int], continuation: list[int], field: str, model: SampleRequirements) -> Trajectory:
     if not context:
-        raise RequestRefused(422, "is empty; the first token needs something to follow", field=f"{field}.context_ids")
+        raise RequestRefused(422, "is empty; send at least one token", field=f"{field}.context_ids")
     for name, ids in (("context_ids", context), ("continuation_ids", continuation)):
         if ids and max(ids) >= model.num_ids:
             raise RequestRefused(

@@ -1,4 +1,4 @@
-"""One choice of an answer as it grows, and how OpenAI lays it out: whole, or as the chunks of a stream."""
+"""One choice of a response while it is sampled, in OpenAI's form: complete, or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Thoughts(Protocol):
 
 
 class ToolCallReader(Protocol):
-    def push(self, text: str) -> tuple[str, list[ToolCall]]: ...  # new text, calls that are whole now
+    def push(self, text: str) -> tuple[str, list[ToolCall]]: ...  # new text, newly completed calls
     def close(self) -> str: ...
 
 
 class Speech(TokenNames, Protocol):
-    """What of a renderer tells a sampled turn apart."""
+    """The renderer methods that split a sampled turn into text, thoughts and tool calls."""
 
     @property
     def end_ids(self) -> frozenset[int]: ...
@@ -34,7 +34,7 @@ class Speech(TokenNames, Protocol):
 
 
 class SampleSlot(Protocol):
-    """Where one sample begins, and who keeps what becomes of it."""
+    """The place of one sample: its prompt, and the session that records it."""
 
     @property
     def id(self) -> str: ...
@@ -47,15 +47,15 @@ class SampleSlot(Protocol):
 
 @dataclass(frozen=True)
 class OpenedSamples:
-    """A request's samples: for each of its prompts, `n` places."""
+    """A request's samples: `n` places for each of its prompts."""
 
     places: Sequence[SampleSlot]
     under_way: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """While it is answered."""
+    """A context to hold while the request is answered."""
 
     @property
     def session(self) -> str:
-        """Empty, if they are of several."""
+        """The session of all places; empty if they belong to several."""
         first, *others = {place.session for place in self.places}
         return "" if others else first
 
@@ -66,13 +66,13 @@ class SampleJob:
     n: int
     sampling: Sampling
     one_prompt: bool = True
-    """Sent as one, not as a list of one: its ids are then answered as one list."""
+    """Whether the prompt was sent alone, not in a list; then its ids are returned as one list."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
     calls: bool = False
-    """Tools are there to be called."""
+    """Whether tools were offered."""
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -80,7 +80,7 @@ class SampleJob:
 
     @property
     def samples(self) -> list[tuple[SampleSlot, Sampling]]:
-        """Sample i of each prompt is drawn with seed + i."""
+        """The places with their sampling; sample i of each prompt has seed + i."""
         return [
             (place, replace(self.sampling, seed=self.sampling.seed + index % self.n))
             for index, place in enumerate(self.opened.places)
@@ -93,7 +93,7 @@ class SampleJob:
 
 @dataclass
 class ChoiceDelta:
-    """What a choice has to say since it was last asked; without streaming, all of it."""
+    """What a choice has gained since the last delta; without streaming, everything."""
 
     index: int
     opens: bool
@@ -123,7 +123,7 @@ class Choice:
         self.num_tokens += len(ids)
         piece.ids += ids
         piece.logprobs += (max(logprob, _LEAST_LOGPROB) for logprob in logprobs)
-        # Where a token begins (or the character that it goes on with) is known only if tokens are decoded one by one.
+        # The offset of a token in the text is known only if tokens are decoded one by one.
         for part in [[token_id] for token_id in ids] if self._offsets_wanted else [ids]:
             piece.offsets.append(self._text.num_chars)
             self._tell(self._text.push([token_id for token_id in part if token_id not in self._end_ids]))
@@ -169,14 +169,14 @@ class Choice:
 
 
 def message(text: str, thought: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A turn as the client is told it, and is expected to say it again."""
+    """Return a turn as it is sent to the client, which is expected to send it back unchanged."""
     more: dict[str, Any] = {"reasoning_content": thought} if thought else {}
     if calls:
         more["tool_calls"] = list(calls)
     return {"role": "assistant", "content": text if text or not calls else None, **more}
 
 
-# --- the two layouts: a piece as a choice of the answer, or of a chunk of it
+# --- the two layouts: chat and completion
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class ResponseLayout:
     chunk_object: str
     id_prefix: str
     greets: bool
-    """A stream opens with an empty chunk for each choice, in order: clients make room for choices as they come."""
+    """A stream begins with an empty chunk per choice, in order, because clients add choices as they come."""
     parts_thoughts: bool
-    """Thoughts are told apart from the answer, as `reasoning_content`."""
+    """Whether thoughts are sent separately, as `reasoning_content`."""
     choice: Callable[[ChoiceDelta, SampleJob, TokenNames], dict[str, Any]]
 
 

@@ -1,4 +1,4 @@
-"""`POST /generate` as vLLM's own server has it, and as SGLang has it: told apart by what a body holds."""
+"""`POST /generate` in the forms of vLLM's server and of SGLang; the body's fields tell which."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.serve.openai.routes import OpenAi
 _DEFAULT_TOKENS = {"vllm": 16, "sglang": 128}
 _OF_SGLANG = {"input_ids", "text", "sampling_params"}
 
-# Set to this they ask for nothing; set otherwise they are refused.
+# With these values the fields have no effect; any other value is refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,), "frequency_penalty": (0,), "ignore_eos": (False,), "include_stop_str_in_output": (False,),
     "min_new_tokens": (0,), "min_p": (0,), "min_tokens": (0,), "no_stop_trim": (False,), "presence_penalty": (0,),
@@ -40,14 +40,14 @@ class _GenerateParams(SamplingParams):
             return data
         if data.get("prompt_logprobs"):
             raise ValueError(
-                "prompt_logprobs are not computed here; a run that distils has a teacher of its own (algorithm.kind = "
+                "prompt_logprobs are not supported; for distillation, give the run a teacher (algorithm.kind = "
                 "'distill')"
             )
         return {key: value for key, value in data.items() if value not in _NEUTRAL.get(key, ())}
 
 
 def _one_prompt(prompt: Any) -> Any:
-    """A text, or ids as vLLM wraps them."""
+    """Return the prompt: a text, or ids from vLLM's wrapper."""
     given = prompt.get("prompt_token_ids") if isinstance(prompt, dict) and len(prompt) == 1 else prompt
     if given and (isinstance(prompt, str) or (given is not prompt and _is_one(prompt_list(given)))):
         return given
@@ -76,7 +76,7 @@ class SglangBody(Strict):
     return_text_in_logprobs: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=0)
     logprob_start_len: int = Field(-1, ge=-1, le=-1)
-    """Logprobs of the prompt are not computed."""
+    """Logprobs of the prompt are not supported."""
     stream: Literal[False] = False
     rid: str = ""
 

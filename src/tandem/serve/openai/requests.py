@@ -1,4 +1,4 @@
-"""What an OpenAI client may ask for. A knob that we do not have is refused by name, unless it is set to do nothing."""
+"""The requests of OpenAI clients. An unsupported option is refused by name, unless its value has no effect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tandem.serve.http.request_bounds import (
 from tandem.serve.http.service import aside, body_at_hand, let_go
 from tandem.types import Sampling
 
-# Values that ask for nothing: many clients send them with every request. Any other value is refused as unknown.
+# Values without effect, which many clients send with every request. Any other value is refused as unknown.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -64,12 +64,12 @@ class Strict(BaseModel):
 
 
 def _joined(content: Any) -> Any:
-    """Content as parts: text parts are joined, others (images, audio) are refused."""
+    """Return content as one text: text parts are joined, others (images, audio) are refused."""
     if not isinstance(content, list):
         return content
     for part in content:
         if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ValueError("only parts of the form {'type': 'text', 'text': ...} are taken")
+            raise ValueError("only parts of the form {'type': 'text', 'text': ...} are supported")
     return "".join(part["text"] for part in content)
 
 
@@ -79,7 +79,7 @@ class CalledFunction(Strict):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """Templates want an object where OpenAI has its text."""
+        """Return the call for a chat template, which needs the arguments as an object, not as text."""
         try:
             arguments = from_json(self.arguments, allow_inf_nan=False) if self.arguments else {}
         except ValueError:
@@ -92,7 +92,7 @@ class RequestToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int = 0
-    """As it was numbered in a stream; without effect."""
+    """The number of the call in a stream; has no effect."""
 
 
 class ToolFunction(Strict):
@@ -137,12 +137,12 @@ Stop: TypeAlias = Annotated[
 
 def _not_almost_zero(temperature: float) -> float:
     if 0 < temperature < 0.01:
-        raise ValueError("0 is greedy; otherwise at least 0.01, or logits overflow when they are divided by it")
+        raise ValueError("must be 0 (greedy) or at least 0.01, or dividing the logits by it overflows")
     return temperature
 
 
 class SamplingParams(Strict):
-    """How to sample, in any of the forms that are taken."""
+    """The sampling options of all supported request forms."""
 
     n: int = Field(1, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=1)
@@ -163,7 +163,7 @@ class SamplingParams(Strict):
 
     @property
     def share(self) -> str:
-        """Whose share of the engine its samples take: by itself, each request has one."""
+        """The name of the share of the engine that the samples use; by default each request has its own share."""
         return uuid.uuid4().hex
 
     def sampling(self, max_tokens: int) -> Sampling:
@@ -181,10 +181,10 @@ class _RequestBase(SamplingParams):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     user: str = ""
-    """Requests of one user have one share of the engine."""
+    """Requests of one user share one share of the engine."""
     safety_identifier: str = ""
-    """The same, under its newer name."""
-    # Labels for those who read the logs of a hosted service: taken, without effect.
+    """The newer name of `user`."""
+    # Labels for the logs of a hosted service; accepted without effect.
     prompt_cache_key: str = ""
     metadata: dict[str, str] = {}
 
@@ -214,7 +214,7 @@ class ChatRequest(_RequestBase):
 
 
 def prompt_list(prompt: Any) -> Any:
-    """str | ids | list of str | list of ids: as given, after a look at its shape."""
+    """Check the shape of a prompt (text, ids, or a list of either), and return it unchanged."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return prompt
     several = isinstance(prompt, list) and 0 < len(prompt) <= MAX_PROMPTS
@@ -233,19 +233,19 @@ def _is_ids(value: Any) -> bool:
     if not (isinstance(value, list) and value and all(type(item) is int for item in value)):
         return False
     if not -(2**31) <= min(value) <= max(value) < 2**31:
-        raise ValueError("has a token id that no model has")
+        raise ValueError("has an invalid token id")
     return True
 
 
 class CompletionRequest(_RequestBase):
     prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=1)
-    """The sampled token's own logprob, for 0 and for 1: there are no alternatives to list."""
+    """0 and 1 both return the sampled token's logprob; alternatives are not supported."""
 
 
 @dataclass(frozen=True)
 class TemplateInput:
-    """A chat request, and what of it goes into the chat template."""
+    """A chat request with its input for the chat template."""
 
     asked: ChatRequest
     messages: list[dict[str, Any]]
@@ -257,7 +257,7 @@ def conversation(data: Any) -> TemplateInput:
     tools = [tool.model_dump(exclude_unset=True) for tool in asked.tools]
     if tools and len(to_json(tools)) > MAX_TOOLS_BYTES:
         raise RequestRefused(
-            422, f"all tools together may have {MAX_TOOLS_BYTES} bytes as JSON; send fewer", field="tools"
+            422, f"all tools together may have at most {MAX_TOOLS_BYTES} bytes as JSON; send fewer", field="tools"
         )
     check_values("".join(_arguments(asked)).encode(), "messages")
     return TemplateInput(asked, [_for_template(message) for message in asked.messages], tools)
@@ -281,14 +281,14 @@ T = TypeVar("T")
 
 
 async def parse(kind: type[R], request: Request) -> R:
-    """Nothing reads the body again."""
+    """Parse and check the body, then free it."""
     parsed = await read(request, partial(checked, kind))
     let_go(request)
     return parsed
 
 
 async def read(request: Request, work: Callable[[Any], T]) -> T:
-    """Return what `work` makes of the body's JSON; beside the event loop, if the body is large."""
+    """Return `work` of the body's JSON; on a thread if the body is large."""
     raw = body_at_hand(request)
     if len(raw) <= AT_ONCE_BYTES:
         return work(_from_json(raw))
@@ -296,7 +296,7 @@ async def read(request: Request, work: Callable[[Any], T]) -> T:
 
 
 async def read_if_any(kind: type[R], request: Request) -> R:
-    """Without a body: as if it were {}."""
+    """Read a body that may be left out, which means {}."""
     return await read(request, partial(checked, kind)) if body_at_hand(request) else checked(kind, {})
 
 
@@ -310,7 +310,7 @@ def _from_json(raw: bytes) -> Any:
 
 
 def checked(kind: type[R], data: Any, *, within: str = "") -> R:
-    """`within`: the field of the body that `data` is."""
+    """Validate data. `within`: the field of the body that has it, for errors."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -1,7 +1,7 @@
 """OpenAI's `/v1/models`, `/v1/chat/completions` and `/v1/completions` over an Engine.
 
 Beyond OpenAI: `top_k`, token ids in and out (`return_token_ids`), and the version of the weights behind every token.
-A list of prompts has `n` choices a prompt, in order; sample i of each is drawn with seed + i.
+A list of prompts has `n` choices per prompt, in order; sample i of each prompt has seed + i.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from tandem.serve.openai.requests import (
 from tandem.types import Completion, Message, Sampling
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""What a conversation offers to call, each as JSON schema, as OpenAI has it."""
+"""The tools of a conversation, as JSON schemas in OpenAI's form."""
 
 
 T = TypeVar("T")
 
 SESSION_HEADER = "X-Tandem-Session"
 DEFAULT_TOKENS = 4096
-"""Of a chat's answer that says nothing of its length, where its context has more room than that."""
+"""Default of max_tokens in a chat, if the context has room for so many."""
 
 
 class Sampler(Protocol):
-    """What of an Engine answers requests."""
+    """The Engine methods that answer requests."""
 
     @property
     def version(self) -> int: ...
@@ -86,7 +86,7 @@ class ChatRenderer(Speech, Protocol):
 
 
 class Conversations(Protocol):
-    """Where the prompts of requests come from, and who keeps their answers."""
+    """Turns requests into prompts, and records the answers."""
 
     async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> OpenedSamples: ...
     async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> OpenedSamples: ...
@@ -104,12 +104,12 @@ class _StatelessTurn:
 
 @dataclass(frozen=True)
 class Stateless:
-    """Every request is a conversation of its own, and leaves no trace."""
+    """Conversations that are not recorded: each request stands alone."""
 
     renderer: ChatRenderer
 
     async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> OpenedSamples:
-        prompt = await aside(request)(self.renderer.prompt, messages, tools)  # always: a template may loop
+        prompt = await aside(request)(self.renderer.prompt, messages, tools)  # always on a thread: a template may loop
         return OpenedSamples([_StatelessTurn(prompt) for _ in range(n)])
 
     async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> OpenedSamples:
@@ -123,7 +123,7 @@ class Stateless:
 
 
 async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: Callable[[], T]) -> T:
-    """Return what `encode` makes of one of the prompts: beside the event loop, if all together are large."""
+    """Return `encode()` of one of the prompts; on a thread if all prompts together are large."""
     if sum(map(len, prompts)) <= AT_ONCE_BYTES:
         return encode()
     return await aside(request)(encode)
@@ -132,7 +132,8 @@ async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: 
 def openai_service(
     engine: Sampler, renderer: ChatRenderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096
 ) -> Service:
-    """`context`: prompt and completion together. `num_ids`: ids below it exist. `max_requests`: samples at a time."""
+    """Build the routes. `context`: most tokens of prompt and completion together. `num_ids`: size of the vocabulary.
+    `max_requests`: most samples at a time."""
     renderer = renderer.within(context)
     api = OpenAi(engine, renderer, Stateless(renderer), model_id, context, num_ids, max_requests)
     return Service("tandem serve", api.router("/v1"), api.limits, api.books.registry, engine.close)
@@ -141,10 +142,10 @@ def openai_service(
 class _Books:
     def __init__(self, engine: Sampler) -> None:
         self.registry = registry = CollectorRegistry()
-        self.prompt_tokens = Counter("tandem_prompt_tokens", "Prompt tokens taken in.", registry=registry)
+        self.prompt_tokens = Counter("tandem_prompt_tokens", "Prompt tokens received.", registry=registry)
         self.sampled_tokens = Counter("tandem_sampled_tokens", "Tokens sampled and delivered.", registry=registry)
         self.cancelled = Counter("tandem_samples_cancelled", "Samples whose client hung up.", registry=registry)
-        self.running = Gauge("tandem_samples_running", "Samples under way.", registry=registry)
+        self.running = Gauge("tandem_samples_running", "Samples that are running.", registry=registry)
         version = Gauge("tandem_weight_version", "The version of the weights that is served.", registry=registry)
         version.set_function(lambda: engine.version)
 
@@ -198,7 +199,7 @@ class OpenAi:
         asked = given.asked
         self._check_model(asked.model)
         opened = await self.opened("messages", self.conversations.chat(request, given.messages, given.tools, asked.n))
-        let_go(request)  # not before: until then it takes the room of its body
+        let_go(request)  # only now: its parsed body still takes the memory
         room = max(1, self.context - len(opened.places[0].prompt))
         max_tokens = asked.max_completion_tokens or asked.max_tokens or min(room, DEFAULT_TOKENS)
         calls = bool(asked.tools) and asked.tool_choice == "auto"
@@ -222,7 +223,7 @@ class OpenAi:
     # --- from a request to a job
 
     async def opened(self, named: str, opening: Awaitable[OpenedSamples]) -> OpenedSamples:
-        """`named`: what the request calls its prompts."""
+        """Await the opening of a request's samples. `named`: the request's field with the prompts."""
         try:
             return await opening
         except TextTooLong as error:
@@ -242,7 +243,7 @@ class OpenAi:
         )  # fmt: skip
 
     def check(self, job: SampleJob, named: str) -> None:
-        """Refused, if it cannot be answered. `named`: what it calls its prompts."""
+        """Raise RequestRefused if the job cannot be answered. `named`: the request's field with the prompts."""
         for prompt in job.prompts:
             self._check_prompt(prompt, job.sampling.max_tokens, named)
         self._check_on_update(job)
@@ -255,7 +256,7 @@ class OpenAi:
 
     def _check_prompt(self, prompt: list[int], max_tokens: int, named: str) -> None:
         if not prompt:
-            raise RequestRefused(422, f"{named} is empty; the first token needs something to follow", field=named)
+            raise RequestRefused(422, f"{named} is empty; send at least one token", field=named)
         if not 0 <= min(prompt) <= max(prompt) < self.num_ids:
             raise RequestRefused(422, f"{named} has a token id outside 0 to {self.num_ids - 1}", field=named)
         if len(prompt) >= self.context:
@@ -271,18 +272,14 @@ class OpenAi:
             known = f"takes {', '.join(sorted(self.on_update))}" if self.on_update else "takes none"
             raise RequestRefused(422, f"on_update = '{on_update}': this service {known}", field="on_update")
         if on_update == "restart" and job.stream:
-            raise RequestRefused(
-                422, "on_update = 'restart': what was streamed cannot be taken back", field="on_update"
-            )
+            raise RequestRefused(422, "on_update = 'restart': streamed text cannot be taken back", field="on_update")
 
     def _check_load(self, wanted: int) -> None:
         if wanted > self.max_requests:
-            text = f"prompts x n = {wanted} samples; one request may ask for {self.max_requests}"
+            text = f"prompts x n = {wanted} samples; one request may have at most {self.max_requests}"
             raise RequestRefused(422, text, field="n")
         if self.running + wanted > self.max_requests:
-            raise RequestRefused(
-                429, f"{self.running} samples are under way, {self.max_requests} are allowed; try again"
-            )
+            raise RequestRefused(429, f"{self.running} samples are running, {self.max_requests} are allowed; try again")
 
     # --- from a job to an answer
 
@@ -300,7 +297,7 @@ class OpenAi:
         return JSONResponse(body, headers=self.headers(job))
 
     async def whole(self, request: Request, job: SampleJob, *, parts_thoughts: bool) -> list[Choice]:
-        """Every choice, complete."""
+        """Return all choices once they are complete."""
         choices = self._choices(job, parts_thoughts)
 
         async def play() -> None:
@@ -327,7 +324,7 @@ class OpenAi:
             async for choice in self._play(job, choices):
                 head["weight_version"] = choice.version
                 yield chunk(choice)
-        except TandemError as error:  # the status line is out: the failure travels as an event
+        except TandemError as error:  # the status line was sent, so the failure is sent as an event
             yield _event(as_refused(error).openai[1])
             return
         if job.include_usage:
@@ -335,7 +332,7 @@ class OpenAi:
         yield "data: [DONE]\n\n"
 
     async def _play(self, job: SampleJob, choices: list[Choice]) -> AsyncIterator[Choice]:
-        """Samples all choices at once; yields one whenever it has new text, and when it is complete."""
+        """Sample all choices at once; yield a choice whenever it has new text and when it is complete."""
         news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         tasks: list[asyncio.Task[Completion]] = []
         self.books.prompt_tokens.inc(sum(map(len, job.prompts)))
@@ -415,10 +412,10 @@ def _put_token(news: asyncio.Queue[tuple[int, Any]], index: int, token_id: int, 
 
 def _put_end(news: asyncio.Queue[tuple[int, Any]], index: int, task: asyncio.Task[Completion]) -> None:
     if not task.cancelled():
-        task.exception()  # seen: one failure is reported, the same one of 63 siblings need not be
+        task.exception()  # retrieved, or asyncio warns: one failure is reported, not that of each sibling
     news.put_nowait((index, task))
 
 
 def _event(body: dict[str, Any]) -> str:
-    """In ASCII: clients whose language breaks lines at U+0085 or U+2028 would else find half a line."""
+    """Return a server-sent event in ASCII: some clients' languages break lines at U+0085 or U+2028."""
     return f"data: {json.dumps(body, allow_nan=False, separators=(',', ':'))}\n\n"

@@ -1,4 +1,4 @@
-"""Token ids to text as they come, so that nothing that was shown has to be taken back."""
+"""Turn a stream of token ids into text that never has to be taken back."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Protocol
 
 
 class TextStream:
-    """Holds back what a later token may change: an unfinished character, and what may begin a stop string."""
+    """Holds back text that a later token may change: an unfinished character, or the beginning of a stop string."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self.num_chars = 0
-        """Decoded for good so far, held-back text included."""
+        """Number of characters that are final, held-back text included."""
         self.stopped = False
         self._decode, self._stop = decode, stop
-        # The last ids, with enough of those before them that the decoder sees them in context (leading spaces).
+        # The last ids, with some earlier ids as context for the decoder (leading spaces).
         self._window: list[int] = []
         self._fresh = 0
-        self._decoded = 0  # characters of the window's text that are decoded for good
+        self._decoded = 0  # final characters of the window's text
         self._held = ""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The new text, cut before a stop string."""
+        """Add ids; return the new text, cut before a stop string."""
         self._window.extend(ids)
         self._fresh += len(ids)
         text = self._decode(self._window)
@@ -36,7 +36,7 @@ class TextStream:
         return self._cut(new)
 
     def close(self) -> str:
-        """What was held back: nothing follows that could change it."""
+        """Return the held-back text at the end of the stream."""
         text = self._cut(self._decode(self._window)[self._decoded :])
         text, self._held = text + self._held, ""
         return text
@@ -54,12 +54,12 @@ class TextStream:
 
 
 def _unfinished(text: str) -> int:
-    """Replacement characters at the end that may be the first bytes of one character: three at most."""
+    """Return how many replacement characters at the end may be the first bytes of one character: at most three."""
     return min(3, len(text) - len(text.rstrip("\ufffd")))
 
 
 def _overlap(text: str, word: str) -> int:
-    """How much of the text's end is a beginning of the word."""
+    """Return the length of the longest end of `text` that `word` begins with."""
     return next((size for size in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:size])), 0)
 
 
@@ -68,11 +68,11 @@ def _overlap(text: str, word: str) -> int:
 
 class TokenNames(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
-    def token_text(self, token_id: int) -> str: ...  # as it stands in the vocabulary
+    def token_text(self, token_id: int) -> str: ...  # the vocabulary's text of it
 
 
 def token_bytes(renderer: TokenNames, token_id: int) -> bytes | None:
-    """The bytes that a token stands for, also where it is only a part of a character."""
+    """Return the bytes of a token, even if they are only a part of a character."""
     symbol, text = renderer.token_text(token_id), renderer.decode([token_id], skip_special=False)
     if symbol.startswith("▁"):
         return symbol.replace("▁", " ").encode()  # SentencePiece: decoding it alone would drop the space
@@ -86,7 +86,7 @@ def token_bytes(renderer: TokenNames, token_id: int) -> bytes | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable bytes as themselves and the others, in order, as the characters from 256 on."""
+    """Return the byte of each character in byte-level BPE: printable bytes are themselves, others are 256 and up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
