@@ -20,7 +20,6 @@ from tandem.io.shared_directory import token_in
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, hosts_by_launcher, loopback_only
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RlSpec, RunSpec
-from tandem.spec.sync import BroadcastSync
 
 
 class Crew(Protocol):
@@ -127,9 +126,11 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
 def refuse_unreachable(crew: Crew, spec: RunSpec) -> None:
     """SpecError where ranks of other hosts send weights and are told an address that leads to themselves."""
     away = next((rank for rank, host in enumerate(crew.hosts) if host != crew.hosts[0]), 0)
-    if away and isinstance(spec, RlSpec) and isinstance(spec.sync, BroadcastSync) and spec.sync.host in _LOOPBACK:
+    if not away or not isinstance(spec, RlSpec) or spec.sync.traits.carries != "full":
+        return
+    if (host := getattr(spec.sync, "host", "")) in _LOOPBACK:
         raise SpecError(
-            f"sync.host = '{spec.sync.host}': rank {away} on host {crew.hosts[away]} cannot reach rank 0 by it; set "
+            f"sync.host = '{host}': rank {away} on host {crew.hosts[away]} cannot reach rank 0 by it; set "
             f"sync.host to an address of {crew.hosts[0]} that the other hosts reach"
         )
 
