@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tandem import __version__
+from tandem.cli.main import app
 from tandem.env.load import load_environment
 from tandem.spec.load import load_spec, parse_spec
 from tandem.spec.run import RlSpec
@@ -87,6 +90,11 @@ def test_the_probe_sees_what_is_heavy(tmp_path: Path):
 )
 def test_looking_around_imports_nothing_heavy(tmp_path: Path, arguments: tuple[str, ...]):
     assert probed(*arguments, cwd=tmp_path) == (0, ["heavy: []"])
+
+
+def test_the_version_is_told():
+    told = CliRunner().invoke(app, ["--version"])
+    assert (told.exit_code, told.output.split()) == (0, ["tandem", __version__])
 
 
 def test_help_answers_within_half_a_second():

@@ -21,7 +21,7 @@ from tandem.errors import TandemError
 
 app = typer.Typer(
     name="tandem",
-    help="Post-train language models while they serve.",
+    help="Train a language model further, and bring each version to the engine that serves it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,7 +38,6 @@ app.add_typer(rollouts_app, name="rollouts")
 gateway_app = typer.Typer(help="Record any agent's conversations, token by token, for training.", no_args_is_help=True)
 app.add_typer(gateway_app, name="gateway")
 app.add_typer(artifacts_app, name="artifacts")
-app.command()(atropos)
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/quickstart.toml.")]
 Supervise = Annotated[
@@ -46,6 +45,23 @@ Supervise = Annotated[
     typer.Option("--supervise", help="Run in a child process and restart it after transient failures."),
 ]
 Source = Annotated[str, typer.Argument(metavar="DIR", help="Run directory, model directory or hub id.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from tandem import __version__
+
+        typer.echo(f"tandem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Each sub-command has options of its own."""
 
 
 @app.command()
@@ -114,7 +130,8 @@ def plan(
         float, typer.Option(min=0, help="Mean tokens per answer; 0 uses 70 % of train.max_tokens.")
     ] = 0.0,
     prices: Annotated[
-        Path | None, typer.Option(help="TOML file with prices in dollars per GPU hour: h200 = 3.5. Default: no cost.")
+        Path | None,
+        typer.Option(help="TOML file with prices in dollars per GPU hour: h200 = 3.5. Default: guesses."),
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -549,6 +566,9 @@ def rollouts_top(
     from tandem.obs.rollouts_top import print_frame
 
     print_frame(status)
+
+
+app.command()(atropos)
 
 
 def main() -> None:
