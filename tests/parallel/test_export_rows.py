@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_qwen import small_qwen
 
 from tandem.errors import SpecError
 from tandem.io import row_file
@@ -20,18 +21,6 @@ from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Part
 
 TOKENIZER = byte_tokenizer()
-
-
-def made(*, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
-    )  # fmt: skip
-    module: Any = Qwen3ForCausalLM(config)
-    return module.to(dtype)
 
 
 def skeleton_of(module: Any) -> Any:
@@ -63,7 +52,7 @@ def files(directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_files_are_those_of_one_process(tmp_path: Path, ranks: int, tied: bool, dtype: torch.dtype) -> None:
-    whole, skeleton = made(tied=tied, dtype=dtype), skeleton_of(made(tied=tied, dtype=dtype))
+    whole, skeleton = small_qwen(tied=tied, dtype=dtype), skeleton_of(small_qwen(tied=tied, dtype=dtype))
     for name in ("rows", "whole", "deployed"):
         (tmp_path / name).mkdir()
     by_rows(skeleton, whole, tmp_path / "rows", ranks)
@@ -74,10 +63,10 @@ def test_the_files_are_those_of_one_process(tmp_path: Path, ranks: int, tied: bo
 
 
 def test_a_model_that_was_read_by_rows_is_written_under_the_names_that_it_had(tmp_path: Path) -> None:
-    made(tied=True).save_pretrained(tmp_path / "model")
+    small_qwen(tied=True).save_pretrained(tmp_path / "model")
     (tmp_path / "rows").mkdir()
     with opened_model(str(tmp_path / "model"), "main", "sdpa") as (skeleton, _):
-        by_rows(skeleton, made(tied=True), tmp_path / "rows", 2)
+        by_rows(skeleton, small_qwen(tied=True), tmp_path / "rows", 2)
     for name, content in files(tmp_path / "model").items():
         assert (tmp_path / "rows" / name).read_bytes() == content, name
 
@@ -86,7 +75,7 @@ def test_a_model_over_the_limit_of_a_file_is_cut_as_transformers_cuts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_rows, "_MOST", "30KB")
-    whole, skeleton = made(tied=True), skeleton_of(made(tied=True))
+    whole, skeleton = small_qwen(tied=True), skeleton_of(small_qwen(tied=True))
     (tmp_path / "rows").mkdir()
     by_rows(skeleton, whole, tmp_path / "rows", 2)
     whole.save_pretrained(tmp_path / "whole", max_shard_size="30KB")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_qwen import small_qwen
 
 from tandem.errors import SpecError
 from tandem.model.cast_precision import narrow
@@ -24,15 +25,7 @@ MAIN = "main"
 
 
 def made(directory: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
-    )  # fmt: skip
-    module: Any = Qwen3ForCausalLM(config)
-    module.to(dtype)
+    module = small_qwen(tied=tied, dtype=dtype)
     module.generation_config.temperature = 0.5
     module.generation_config.do_sample = True
     module.save_pretrained(directory, **options)
