@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 quickstart: install
-	$(BIN)/tandem train examples/quickstart.toml
+	$(BIN)/tandem train examples/quickstart.toml --set device=cpu
 
 # Three files at a time: a third of the time is waiting for processes and deadlines. In the order of the folders, since the
 # long files come first. With bytecode, even where the environment says otherwise: hundreds of processes import us. Tests
