@@ -364,7 +364,7 @@ WRONG: dict[str, tuple[Callable[[Any, list[Any]], Any], str]] = {
     "too many tokens": (lambda body, events: [*events[:2], *events[:2]], "more than max_tokens = 3"),
     "choices are no list": (lambda body, events: [{"choices": {}}], "no list of choices"),
     "spans count too few": (broken(put(weight_versions=[[4, 2]]), 2), "weight_versions count 2 tokens, but 3 arrived"),
-    "spans count too many": (broken(put(weight_versions=[[4, 2], [5, 3]]), 2), "did it restart"),
+    "spans count too many": (broken(put(weight_versions=[[4, 2], [5, 3]]), 2), "did the answer restart"),
     "spans of no form": (broken(put(weight_versions=[4]), 2), "has an unknown form"),
     "spans with a gap": (
         broken(put(weight_versions=[_span("4", 0, 1), _span("5", 2, 3)]), 2) if (_span := lambda v, s, e: {

@@ -175,6 +175,18 @@ def test_what_is_wrong_on_one_rank_is_named_and_the_next_version_comes(trainer, 
     assert files_of(tmp_path / "ranks", 3)
 
 
+def test_what_fails_before_the_files_are_begun_is_told_to_all_ranks(trainer, tmp_path):
+    """Two engines that serve other layouts: rank 0 alone knows, and the others wait for its word."""
+    source = trainer.bridge.source()
+    for boot, rows in (("a", 7), ("b", 8)):
+        source.replies.append({"boot_id": boot, "layout": {"embed": ("bfloat16", [rows, 4])}})
+    with pytest.raises(SyncError, match="engines a and b do not serve the same"):
+        trainer.send(1)
+    assert len(trainer.refused) == RANKS - 1
+    opened(trainer.bridge)
+    trainer.send(2)
+
+
 def test_a_rank_that_does_not_see_the_directory_is_named(trainer):
     trainer.members[1].sees = "/another/disk"
     with pytest.raises(SyncError, match=r"rank 1: /another/disk.*not seen here; set sync.directory.*version before"):

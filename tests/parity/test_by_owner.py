@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from tandem.build import optimizers
+from tandem.ops.owner_rounds import dealt, num_holders
 from tandem.ops.parts import rows_of
 from tandem.optim import master_weights
-from tandem.optim.by_owner import RankGroup, dealt, holders
+from tandem.optim.by_owner import RankGroup
 from tandem.spec.optim import AdafactorSpec, ApolloMiniSpec, ApolloSpec, MuonSpec
 
 RANKS, STEPS = 3, 5
@@ -125,4 +126,4 @@ def test_tensors_are_dealt_by_cost_to_ranks_that_have_rows_of_them() -> None:
     owned = [[names[rank] for names in rounds if names[rank]] for rank in range(4)]
     assert [sum(name.startswith("layer") for name in each) for each in owned] == [0, 3, 3, 2]
     assert "row" in owned[0], "no other rank has rows of it"
-    assert [holders(shape, 4) for shape in ((1, 8), (5, 8), (8, 8))] == [1, 3, 4]
+    assert [num_holders(shape, 4) for shape in ((1, 8), (5, 8), (8, 8))] == [1, 3, 4]

@@ -99,6 +99,17 @@ def test_ranks_hold_all_rows_once(ranks):
     assert spread == pytest.approx((4 + 8 + 4 + 20) * (every[0] - every[-1]) / GIB)
 
 
+def test_the_owner_of_an_embedding_holds_all_of_it_in_an_update(tmp_path):
+    """`Owners.most_numbers` of 8 ranks: the table, and a rank's rows of it and of what other ranks own meanwhile."""
+    one, eight = (
+        plan_run(of_8b(tmp_path, ranks, optimizer={"kind": "adafactor"}), gpu="h100", row_tokens=512)
+        for ranks in (1, 8)
+    )
+    table = 151_936 * 4096
+    assert part(one, "update") * GIB == pytest.approx(40 * table)
+    assert 1.1 < part(eight, "update") * GIB / (40 * table) < 1.4
+
+
 def test_hosts_hold_the_same_rows_each():
     parallel = {"ranks": 4, "hosts": 2}
     two, four = (plan_run(sft({"preset": "tiny"}, ranks), gpu="cpu", row_tokens=64) for ranks in (2, 4))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -159,7 +159,29 @@ def _rank_sender(crew: Crew, spec: RlSpec) -> Callable[[Mapping[str, Any], Weigh
         return lambda _, weights: files.write(weights, Phases())
     from tandem.bridge.collective.rank_senders import RankSender
 
-    return RankSender(crew.rank, crew.device).send
+    sender = RankSender(crew.rank, crew.device)
+
+    def send(link: Mapping[str, Any], weights: Weights) -> None:
+        """It has deadlines of its own, and may take as long as `sync.deadline_s`."""
+        with _ticking(crew):
+            sender.send(link, weights)
+
+    return send
+
+
+@contextmanager
+def _ticking(crew: Crew) -> Iterator[None]:
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(1.0):
+            crew.tick()
+
+    threading.Thread(target=tick, name="send", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class Member:
@@ -222,20 +244,10 @@ class Member:
         return RankGroup(hosts.shard, hosts.shards, self._crew.device, hosts.mesh.get_group(), self._crew.tick)
 
     def _send(self, link: dict[str, Any]) -> None:
-        """Send this rank's rows when rank 0 sends its own. That may take as long as `sync.deadline_s`."""
+        """Send this rank's rows when rank 0 sends its own."""
         self._sender = self._sender or _rank_sender(self._crew, cast("RlSpec", self._spec))
-        ended = threading.Event()
-
-        def tick() -> None:
-            while not ended.wait(1.0):
-                self._crew.tick()
-
-        threading.Thread(target=tick, name="send", daemon=True).start()
-        try:
-            policy: Any = self._built.policy
-            self._sender(link, policy.inner.weights(self._made.version, "full"))
-        finally:
-            ended.set()
+        policy: Any = self._built.policy
+        self._sender(link, policy.inner.weights(self._made.version, "full"))
 
     def _algorithm(self, stage: Any) -> Any:
         if isinstance(stage, WarmupStage):

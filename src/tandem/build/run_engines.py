@@ -359,7 +359,7 @@ def publisher(
     on_proof: Callable[[Proof], None] = lambda proof: None,
     on_attached: Callable[[Mapping[str, Any]], None] = lambda attachment: None,
 ) -> Publisher:
-    """Build the publisher of a run. It calls `on_proof` after each sync and `on_meeting` after each attach."""
+    """Build the publisher of a run. It calls `on_proof` after each sync and `on_attached` after each attach."""
     return Publisher(
         joined.bridge,
         joined.engine,

@@ -131,7 +131,9 @@ def plan(
     ] = 0.0,
     prices: Annotated[
         Path | None,
-        typer.Option(help="TOML file with prices in dollars per GPU hour: h200 = 3.5. Default: guesses."),
+        typer.Option(
+            help="TOML file with prices in dollars per GPU hour: h200 = 3.5. Default: guesses, in prices.toml."
+        ),
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-_NAME = ".token"
 _LOOK_S = 0.2
 ENOUGH_S = 5.0
 """A network file system may show a new file late."""
@@ -17,8 +16,9 @@ ENOUGH_S = 5.0
 @contextmanager
 def token_in(directory: Path) -> Generator[str]:
     """Yield a token that the directory has until the block ends."""
-    token, file = secrets.token_hex(8), directory / _NAME
-    file.write_text(token)
+    token = secrets.token_hex(8)
+    file = directory / f".token-{token}"  # a new name: a network file system remembers which names were missing
+    file.touch()
     try:
         yield token
     finally:
@@ -30,11 +30,14 @@ def why_unseen(directory: Path, token: str, tick: Callable[[], None] = lambda: N
     until = time.monotonic() + ENOUGH_S
     while True:
         try:
-            found = (directory / _NAME).read_text()
-            why = "" if found == token else f"{directory.absolute()} is another directory here"
+            (directory / f".token-{token}").stat()
+            return ""
+        except FileNotFoundError as error:
+            known = directory.exists()
+            why = f"{directory.absolute()}{' is another directory here' if known else f': {error.strerror}'}"
         except OSError as error:
             why = f"{directory.absolute()}: {error.strerror or error}"
-        if not why or time.monotonic() > until:
+        if time.monotonic() > until:
             return why
         tick()
         time.sleep(_LOOK_S)

@@ -16,20 +16,17 @@ another number of ranks may go on from it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.ops.parts import rows_and_cols, rows_of
+from tandem.ops.owner_rounds import Shape, dealt, most_numbers, rows_held
+from tandem.ops.parts import rows_and_cols
 from tandem.optim.update_rule import ByParts, Cut, Slot, UpdateRule
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +81,7 @@ class Owners:
 
     def most_numbers(self) -> int:
         """Return how many numbers a round has here at most: the owned tensor, and this rank's rows of all."""
-        found = [0]
-        for names in self.rounds:
-            owned = math.prod(self.shapes[names[self.rank]]) if names[self.rank] else 0
-            found.append(owned + sum(self._counts(name, self.shapes[name])[self.rank] for name in names if name))
-        return max(found)
+        return most_numbers(self.shapes, self.rounds, self._ranks.rank)
 
     def _exchange(self, received: Tensor, sent: Tensor, counts: list[int], sent_counts: list[int]) -> None:
         self._ranks.tick()
@@ -106,31 +99,7 @@ class Owners:
         return [(bottom - top) * cols for top, bottom in cuts]
 
     def _rows(self, name: str, shape: Shape, rank: int) -> tuple[int, int]:
-        num_rows, _ = rows_and_cols(shape)
-        return rows_of(num_rows, rank, holders(self.shapes[name], self._ranks.ranks))
-
-
-def holders(shape: Sequence[int], ranks: int) -> int:
-    """Return how many ranks have rows of a parameter: the first ones."""
-    rows, _ = rows_and_cols(shape)
-    return -(-rows // -(-rows // ranks))
-
-
-def dealt(shapes: Mapping[str, Shape], ranks: int) -> list[list[str]]:
-    """Return rounds: in each, the name of the tensor that each rank owns, or nothing. The costliest tensor goes first,
-    to the rank with the least to do of those that have rows of it; so the tensors of a round cost about the same."""
-    owned: list[list[str]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for name in sorted(shapes, key=lambda name: (-_cost(shapes[name]), name)):
-        owner = min(range(holders(shapes[name], ranks)), key=lambda rank: (loads[rank], rank))
-        owned[owner].append(name)
-        loads[owner] += _cost(shapes[name])
-    return [list(names) for names in zip_longest(*owned, fillvalue="")]
-
-
-def _cost(shape: Shape) -> int:
-    """Of products of a matrix with itself, in no unit."""
-    return math.prod(shape) * min(shape[-2:], default=1)
+        return rows_held(self.shapes[name], shape, rank, self._ranks.ranks)
 
 
 class ByOwner(ByParts):

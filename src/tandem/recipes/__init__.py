@@ -87,7 +87,7 @@ def resume(
 ) -> Mapping[str, Any]:
     """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
     is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: the
-    number of ranks to train on, on `hosts` hosts; 0: as before."""
+    number of ranks to train on; 0: as before. `hosts`: how many hosts they are on; 0: on this one."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):

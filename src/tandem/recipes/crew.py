@@ -51,8 +51,8 @@ def as_launched(spec: RunSpec) -> RunSpec:
 
 def on_ranks(spec: RunSpec, ranks: int, hosts: int = 0) -> RunSpec:
     """Return the spec with another number of ranks and hosts, checked again. A run of several ranks keeps its shares.
-    `hosts` = 0: as before, and with another number of ranks left out."""
-    if ranks == spec.parallel.ranks and hosts in (0, spec.parallel.hosts):
+    `hosts` = 0: all ranks are on one host."""
+    if (ranks, hosts) == (spec.parallel.ranks, spec.parallel.hosts):
         return spec
     shares = spec.parallel.shares
     if not shares and spec.parallel.ranks > 1:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +19,7 @@ from tandem.bridge.files.writer import FilesBridge
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.phase_timer import Phases
-from tandem.types import Fingerprints, WeightKind, Weights
+from tandem.types import Fingerprints, Sent, WeightKind, Weights
 
 if TYPE_CHECKING:
     from tandem.bridge.files.rank_files import RankFiles
@@ -62,10 +62,14 @@ class CheckpointBridge(FilesBridge):
         """What the other ranks need to take part in a version: they learn its directory when it is written."""
         return {}
 
+    def send(self, weights: Weights) -> Sent:
+        with self._rank_files.telling() if self._rank_files is not None else nullcontext():
+            return super().send(weights)
+
     def _in_time(self, deadline: Deadline, write: Callable[[], Any], failed: str) -> Any:
         if self._rank_files is None:
             return super()._in_time(deadline, write, failed)
-        return write()  # the ranks go in step: none may leave the others. They watch over each other.
+        return write()  # the ranks go in step: none may leave the others. The crew names one that stands still.
 
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases

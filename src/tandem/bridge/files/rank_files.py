@@ -12,7 +12,8 @@ A rank that fails says so in its place, so all ranks give up the version togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,10 +41,22 @@ class Ranks(Protocol):
 class RankFiles:
     """One rank's end; all ranks call `write` for the same versions."""
 
-    def __init__(self, ranks: Ranks, mode: str, shards: int) -> None:
-        """`shards`: into how many runs of rows each tensor is cut."""
-        self._ranks, self._mode, self._shards = ranks, mode, shards
+    def __init__(self, ranks: Ranks, mode: str, row_shards: int) -> None:
+        """`row_shards`: into how many runs of rows each tensor is cut."""
+        self._ranks, self._mode, self._row_shards = ranks, mode, row_shards
         self._stale = StaleRanks(mode)
+        self._begun = False
+
+    @contextmanager
+    def telling(self) -> Generator[None]:
+        """Rank 0: wrap all that makes a version. What fails before `write` is told to the ranks that wait there."""
+        self._begun = False
+        try:
+            yield
+        except Exception as error:
+            if not self._begun:
+                self._ranks.gather({"error": f"{error}"})
+            raise
 
     def write(
         self,
@@ -57,6 +70,7 @@ class RankFiles:
         SyncError: the version is not written, on any rank."""
         what = f"{self._mode}: version {weights.version}"
         begun = _tried(lambda: str(begin()) if begin else "")
+        self._begun = True
         directory = Path(_all_well(self._ranks.gather(begun)[:1], what)[0])
         weights = self._ticking(weights, still_wanted)
         found = _tried(lambda: self._stated(directory, weights, phases))
@@ -75,7 +89,7 @@ class RankFiles:
     def _proven(self, held: Sequence[Held], forms: Mapping[str, Form], version: int) -> Fingerprints:
         sizes = sizes_of(forms)
         try:
-            check_held(sizes, [each.places for each in held], self._shards)
+            check_held(sizes, [each.places for each in held], self._row_shards)
         except SyncError as error:
             raise SyncError(f"{self._mode}: version {version} was not sent: {error}") from error
         numbers = fingerprints(forms, held, version, self._mode)

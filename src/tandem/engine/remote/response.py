@@ -101,8 +101,8 @@ class RemoteCompletion:
         told = sum(tokens for _, tokens in self._told)
         if told not in (0, count):
             raise self._refused(
-                f"weight_versions count {told} tokens, but {count} arrived: did it restart under new weights, and "
-                "send the tokens of both?"
+                f"weight_versions count {told} tokens, but {count} arrived: did the answer restart under new weights, "
+                "and send the tokens of both?"
             )
         if self._version is not None:  # the model's name stands for one version, which must not change
             if len(self._told) > 1:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from tandem.ops import byte_sizes
+from tandem.ops import byte_sizes, owner_rounds
 from tandem.ops.activation_sizes import activation_bytes, backward_bytes
 from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.runs.planner.calibration import Machine
@@ -178,12 +178,18 @@ def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None, r
     projected = optimizer.rank if isinstance(optimizer, ApolloSpec) else 1
     tables = optimizer.tables if isinstance(optimizer, ApolloMiniSpec) else "adamw"
     others = tables if kind == "apollo" else "adamw" if kind == "muon" else kind
-    total, whole = 0, list[int]()
-    for dims, matrix in _updated(shape, lora, rank):
+    total, whole = 0, dict[str, Dims]()
+    for number, ((dims, matrix), (full, _)) in enumerate(
+        zip(_updated(shape, lora, rank), trained_tensors(shape, lora), strict=True)
+    ):
         rule = kind if matrix else others
         total += byte_sizes.state_bytes(rule, dims, projected)
-        whole += [prod(dims)] if rule in ("apollo", "muon", "adafactor") else []
-    return total, whole
+        if rule in ("apollo", "muon", "adafactor"):
+            whole[f"{number}"] = tuple(full)
+    if lora is None and rank.shards > 1:  # each by its owner, in rounds
+        rounds = owner_rounds.dealt(whole, rank.shards)
+        return total, [owner_rounds.most_numbers(whole, rounds, rank.number % rank.shards)]
+    return total, [prod(dims) for dims in whole.values()]
 
 
 def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, rank: Rank = ALONE) -> dict[str, float]:

@@ -199,6 +199,8 @@ def _of_links(spec: RunSpec, target: Machine) -> list[str]:
         return []
     if not target.on_gpu:
         return ["all ranks are on one host, and share its memory"]
+    if spec.parallel.ranks > MOST_RANKS and not spec.parallel.hosts:
+        return ["rows are cut over all ranks; torchrun cuts them within each host: set parallel.hosts to plan for that"]
     return ["each rank has a GPU of its own; NCCL's buffers, which torch does not count, are not measured"]
 
 

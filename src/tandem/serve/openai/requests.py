@@ -137,7 +137,7 @@ Stop: TypeAlias = Annotated[
 
 def _not_almost_zero(temperature: float) -> float:
     if 0 < temperature < 0.01:
-        raise ValueError("must be 0 (greedy) or at least 0.01, or dividing the logits by it overflows")
+        raise ValueError("must be 0 (greedy) or at least 0.01: dividing the logits by less overflows")
     return temperature
 
 
