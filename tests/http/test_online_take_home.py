@@ -128,4 +128,4 @@ def test_what_was_learned_is_exported_and_served_and_says_what_the_server_said(s
     assert said_by_serve(home, prompt) == (said, last)
     assert said_by_serve(home / "versions" / "anchor-000000", prompt)[1] == 0
     odd = CliRunner().invoke(app, ["export", str(home), "--version", "77"])
-    assert (odd.exit_code, "version 77 is not there" in str(odd.exception or odd.output)) == (1, True)
+    assert (odd.exit_code, "version 77 does not exist" in str(odd.exception or odd.output)) == (1, True)
