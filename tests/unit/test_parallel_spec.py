@@ -108,7 +108,7 @@ def test_hosts_of_uneven_or_mixed_ranks_are_refused(monkeypatch, where):
 
 def test_another_number_of_ranks_leaves_hosts_out_that_were_not_said():
     spec = parse_spec(changed(SFT, {"parallel": {"ranks": 4, "hosts": 2, "shares": 4}}))
-    assert on_ranks(spec, 4) is spec
+    assert on_ranks(spec, 4).parallel.hosts == 0  # on this host
     assert on_ranks(spec, 4, 2) is spec
     assert on_ranks(spec, 1).parallel.hosts == 0
     assert (on_ranks(spec, 4, 4).parallel.hosts, on_ranks(spec, 4, 4).parallel.shares) == (4, 4)

@@ -15,7 +15,7 @@ from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
 from tandem.cli.engine import engine_app
 from tandem.cli.online import online_app
-from tandem.cli.options import AsJson, Host, Insecure, Overrides, Port, ReadyFile, Thinking
+from tandem.cli.options import AsJson, Host, Insecure, Overrides, Port, ReadyFile, Thinking, Version
 from tandem.cli.sync import sync_app
 from tandem.errors import TandemError
 
@@ -47,20 +47,8 @@ Supervise = Annotated[
 Source = Annotated[str, typer.Argument(metavar="DIR", help="Run directory, model directory or hub id.")]
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        from tandem import __version__
-
-        typer.echo(f"tandem {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
+def options(version: Version = False) -> None:
     """Each sub-command has options of its own."""
 
 

@@ -25,3 +25,16 @@ Insecure = Annotated[bool, typer.Option(help="Allow a --host that other machines
 Thinking = Annotated[
     bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on or off.")
 ]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"tandem {version('tandem-rl')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
