@@ -35,7 +35,7 @@ from tandem.bridge.collective import control_channel, receiver
 from tandem.bridge.collective.receiver import buckets_of
 from tandem.bridge.collective.sender import BroadcastBridge
 from tandem.bridge.common import packer
-from tandem.bridge.common.manifest import Manifest, Places, TensorEntry
+from tandem.bridge.common.manifest import Manifest, Placement, TensorEntry
 from tandem.errors import SyncError, SyncTimeout
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge, WeightSource
@@ -153,10 +153,10 @@ def test_an_adapter_comes_to_where_the_one_before_lies_for_whoever_asked_for_tha
 
 
 def test_places_that_were_told_apart_are_those_that_the_manifest_names() -> None:
-    places = Places.of({"a": ("float32", (2, 3)), "b": ("bfloat16", (5,))})
-    assert Places.from_text(places.text, places.checksum, "broadcast").tensors == places.tensors
+    places = Placement.of({"a": ("float32", (2, 3)), "b": ("bfloat16", (5,))})
+    assert Placement.from_text(places.text, places.checksum, "broadcast").tensors == places.tensors
     with pytest.raises(SyncError, match="is damaged"):
-        Places.from_text(places.text.replace("32", "16"), places.checksum, "broadcast")
+        Placement.from_text(places.text.replace("32", "16"), places.checksum, "broadcast")
     manifest = Manifest("broadcast", 1, "full", places.tensors, {"a": "0", "b": "1"}, size_bytes=places.size_bytes)
     text = manifest.to_text(places)
     read = Manifest.from_text(text, "broadcast", lambda checksum: {places.checksum: places}[checksum])
@@ -164,9 +164,9 @@ def test_places_that_were_told_apart_are_those_that_the_manifest_names() -> None
     short = replace(manifest, size_bytes=places.size_bytes - 1).to_text(places)
     with pytest.raises(SyncError, match="41 bytes, of 42"):
         Manifest.from_text(short, "broadcast", lambda _: places)
-    odd = Places({"a": TensorEntry("float32", (2,), 2)})
+    odd = Placement({"a": TensorEntry("float32", (2,), 2)})
     with pytest.raises(SyncError, match="places 'a' at bytes 2 to 10 of 10"):
-        Places.from_text(odd.text, odd.checksum, "broadcast")
+        Placement.from_text(odd.text, odd.checksum, "broadcast")
 
 
 def test_what_arrived_stays_when_the_next_version_comes_and_when_all_is_closed(copying: WeightBridge) -> None:

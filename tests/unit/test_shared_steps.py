@@ -91,7 +91,7 @@ def test_micro_batches_come_in_multiples_and_hold_every_row_once(seed):
         assert sorted(index for part in parts for index in part) == list(range(len(widths)))
         assert len(parts) % multiple == 0
         assert all(max(widths[i] for i in part) * len(part) <= 512 for part in parts if len(part) > 1)
-        costs = [balance.cost(len(part), max(widths[i] for i in part)) for part in parts]
+        costs = [row_packing.cost(len(part), max(widths[i] for i in part)) for part in parts]
         assert costs == sorted(costs, reverse=True)
         assert balance.imbalance(costs, multiple) < 0.5
 

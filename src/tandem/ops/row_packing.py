@@ -122,3 +122,8 @@ def _filled(widths: Sequence[int], micro_tokens: int, limit: int) -> list[list[i
         else:
             parts[-1].append(place)
     return parts
+
+
+def busiest(costs: Sequence[float], ranks: int) -> float:
+    """Return what takes all ranks as long as these micro-batches: the largest of each round."""
+    return sum(max(costs[start : start + ranks]) for start in range(0, len(costs), ranks))

@@ -41,7 +41,7 @@ class RunCheckpointer:
         found: VerifiedCheckpoint | None,
         uploads: CheckpointUploads | None = None,
     ) -> None:
-        """`found`: the checkpoint to resume from. `uploads` is told of every save."""
+        """`found`: the checkpoint to resume from. `uploads`: called after every save."""
         self.spec, self._shelf, self._run, self.found = spec, shelf, run, found
         self.idle = True
         """Whether no step has begun since the last mark, so that it can be saved at once."""

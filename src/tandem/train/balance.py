@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from tandem.ops import row_packing
+from tandem.ops.row_packing import busiest
 
 T = TypeVar("T")
-
-cost = row_packing.cost
 
 
 def dealt(micro: Sequence[T], ranks: int) -> list[list[T | None]]:
@@ -25,5 +23,4 @@ def dealt(micro: Sequence[T], ranks: int) -> list[list[T | None]]:
 def imbalance(costs: Sequence[int], ranks: int) -> float:
     """How much longer all ranks take, compared with a perfect split of the same work. 0: not at all."""
     total = sum(costs)
-    slowest = sum(max(costs[start : start + ranks]) for start in range(0, len(costs), ranks))
-    return slowest * ranks / total - 1.0 if total else 0.0
+    return busiest(costs, ranks) * ranks / total - 1.0 if total else 0.0

@@ -26,6 +26,7 @@ from torch import Tensor
 from tandem.errors import CheckpointError, RanksDiverged, SyncError
 from tandem.io import atomic_write, row_file
 from tandem.ops import digest
+from tandem.ops.row_packing import cost
 from tandem.protocols import Policy
 from tandem.train import balance, micro_wire
 from tandem.train.crew import Crew
@@ -90,7 +91,7 @@ class CrewTrainer(TreeTrainer):
         if scale < 0:
             return None
         sums = [math.fsum(each) for each in zip(*filter(None, self._counted(moved)), strict=True)]
-        costs = [balance.cost(*micro.ids_BT.shape) for micro in batch.micro]
+        costs = [cost(*micro.ids_BT.shape) for micro in batch.micro]
         spread = {"parallel/imbalance": balance.imbalance(costs, crew.ranks)}
         return {**metrics, **memory, **self._moved(sums), **spread}
 

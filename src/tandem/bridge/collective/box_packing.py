@@ -30,7 +30,7 @@ class PackedBoxes:
 
     weights: Weights
     table: BoxTable
-    places: wire.Places
+    places: wire.Placement
     fingerprints: Fingerprints
     expected: Sequence[Sequence[str]]
     """Of each receiver: the digest of each of its boxes."""
@@ -68,7 +68,7 @@ class BoxPacking:
         """`replies`: of engines when they were attached; more may come. `shards`: into how many runs of rows each
         tensor is cut."""
         self._address, self._replies, self._others, self._shards = address, replies, others, shards
-        self._places: wire.Places | None = None
+        self._places: wire.Placement | None = None
         self._order: list[str] = []
         self._table: BoxTable | None = None
         self._stale = StaleRanks(address.mode)
@@ -116,14 +116,14 @@ class BoxPacking:
             mode,
         )
 
-    def _placement(self, weights: Weights) -> tuple[wire.Places, dict[str, Form]]:
+    def _placement(self, weights: Weights) -> tuple[wire.Placement, dict[str, Form]]:
         """Return the forms of what is served, in the order in which this rank yields its parts."""
         layout = forms(weights, self._replies, self._address.mode)
         if self._places is None or layout.keys() != set(self._order):
             names = dict.fromkeys(part.name for part in weights.parts())
             self._order = [*(name for name in names if name in layout), *(name for name in layout if name not in names)]
         into = {name: layout[name] for name in self._order}
-        places = wire.Places.of(into)
+        places = wire.Placement.of(into)
         if self._places is None or self._places.checksum != places.checksum:
             self._places = places
         return self._places, into

@@ -88,7 +88,7 @@ class BoxTables:
         return self._tables[checksum]
 
 
-def forms_of(places: wire.Places) -> dict[str, Form]:
+def forms_of(places: wire.Placement) -> dict[str, Form]:
     return {name: Form(entry.dtype, tuple(entry.shape)) for name, entry in places.tensors.items()}
 
 

@@ -36,7 +36,7 @@ from tandem.bridge.collective.control_channel import (
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.held_weights import Held
-from tandem.bridge.common.manifest import Places
+from tandem.bridge.common.manifest import Placement
 from tandem.bridge.common.packer import Form
 from tandem.bridge.common.places import distinct
 from tandem.errors import SyncError
@@ -161,7 +161,7 @@ class _RankConnection:
         self._given_up = threading.Event()
         self._channels: tuple[ControlChannel, ControlChannel] | None = None
         self._group: Group | None = None
-        self._placement: Places | None = None
+        self._placement: Placement | None = None
         self._tables = BoxTables(self._address.mode)
         self._seen, self._ended = 0, ""
 
@@ -249,7 +249,7 @@ class _RankConnection:
     def _forms(self, checksum: str, channel: ControlChannel, deadline: Deadline) -> dict[str, Form]:
         if self._placement is None or self._placement.checksum != checksum:
             text = channel.read(f"places/{checksum}", "the placement of tensors did not come", deadline)
-            self._placement = Places.from_text(text, checksum, self._address.mode)
+            self._placement = Placement.from_text(text, checksum, self._address.mode)
         return forms_of(self._placement)
 
     def _box_table(

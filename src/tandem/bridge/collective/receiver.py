@@ -59,7 +59,7 @@ from tandem.bridge.collective.prefetch import Prefetch, PrefetchedVersion
 from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.shared_buffers import AGAIN, UNMAPPED, BufferReader, MappedBuffers
 from tandem.bridge.common.deadline import Deadline
-from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check, need
+from tandem.bridge.common.manifest import EngineEndBase, Manifest, Placement, check, need
 from tandem.bridge.common.packer import Flat
 from tandem.errors import SyncError
 from tandem.ops import digest
@@ -140,7 +140,7 @@ class _WorkerReceiver:
         self._channel: ControlChannel | None = None
         self._group: Group | None = None
         self._mapped: MappedBuffers | None = None
-        self._placement: Places | None = None
+        self._placement: Placement | None = None
         self._tables: BoxTables | None = None
         self._last: Flat | None = None
         self._listening: ControlChannel | None = None
@@ -313,10 +313,10 @@ class _WorkerReceiver:
     def _read(self, channel: ControlChannel, text: str, failed: str, deadline: Deadline) -> Manifest:
         mode = self._address.mode
 
-        def places(checksum: str) -> Places:
+        def places(checksum: str) -> Placement:
             if self._placement is None or self._placement.checksum != checksum:
                 reported = channel.read(f"places/{checksum}", failed, deadline)
-                self._placement = Places.from_text(reported, checksum, mode)
+                self._placement = Placement.from_text(reported, checksum, mode)
             return self._placement
 
         return Manifest.from_text(text, mode, places)

@@ -209,7 +209,7 @@ class _Connection:
         self._packing = Packing(address.mode, self.source.replies)
         self._shards = shards
         self._boxes: BoxPacking | None = None
-        self._placement: wire.Places | None = None
+        self._placement: wire.Placement | None = None
         """The placement that receivers were sent last."""
         self._written = set[str]()
         self._given_up = threading.Event()
@@ -268,7 +268,7 @@ class _Connection:
         self._channel.linger()
         self._lock.release()
 
-    def _write_placement(self, places: wire.Places, deadline: Deadline) -> None:
+    def _write_placement(self, places: wire.Placement, deadline: Deadline) -> None:
         """Write the placement of tensors once; manifests refer to it by its checksum."""
         if places is not self._placement:
             self._channel.write(f"places/{places.checksum}", places.text, deadline)

@@ -91,7 +91,7 @@ class TensorEntry:
         return mine.view(dtype_named(self.dtype)).view(self.shape)
 
 
-class Places:
+class Placement:
     """Where each tensor is in the flat bytes. Most versions have the same placement, so it is sent once."""
 
     def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
@@ -101,7 +101,7 @@ class Places:
         self.checksum = checksum(self.text.encode())
 
     @classmethod
-    def of(cls, forms: Mapping[str, tuple[str, tuple[int, ...]]]) -> Places:
+    def of(cls, forms: Mapping[str, tuple[str, tuple[int, ...]]]) -> Placement:
         """Place tensors one behind the other; `forms`: type and shape by name."""
         entries: dict[str, TensorEntry] = {}
         end = 0
@@ -111,7 +111,7 @@ class Places:
         return cls(entries)
 
     @classmethod
-    def from_text(cls, text: str, expected: str, mode: str) -> Places:
+    def from_text(cls, text: str, expected: str, mode: str) -> Placement:
         """Read a placement. `expected`: its checksum, from the manifest."""
         if checksum(text.encode()) != expected:
             raise SyncError(f"{mode}: the placement of tensors is damaged: its checksum does not match its content")
@@ -148,7 +148,7 @@ class Manifest:
     """The checksum of the table of boxes (bridge/collective/boxes.py), where tensors travel as rectangles. Empty, and
     not in the text, where they travel whole."""
 
-    def to_text(self, places: Places | None = None) -> str:
+    def to_text(self, places: Placement | None = None) -> str:
         """Write the manifest as JSON. `places`: of these tensors; it is sent separately, and the text has its
         checksum."""
         content = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -162,7 +162,7 @@ class Manifest:
         return f'{_HEAD}{checksum(text.encode())}", {text}'
 
     @classmethod
-    def from_text(cls, text: str, mode: str, places: Callable[[str], Places] | None = None) -> Manifest:
+    def from_text(cls, text: str, mode: str, places: Callable[[str], Placement] | None = None) -> Manifest:
         """Read a manifest. SyncError for anything but what `to_text` wrote for this mode. `places`: returns the
         placement that was sent separately, by its checksum."""
         try:
@@ -179,7 +179,7 @@ class Manifest:
             raise SyncError(_odd(mode, error)) from error
 
     @classmethod
-    def _from_content(cls, content: dict[str, Any], mode: str, places: Callable[[str], Places] | None) -> Manifest:
+    def _from_content(cls, content: dict[str, Any], mode: str, places: Callable[[str], Placement] | None) -> Manifest:
         apart = None if places is None else places(content["tensors"])
         if apart is None:
             content["tensors"] = _entries(content["tensors"])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
-from tandem.bridge.common.manifest import Places, TensorEntry, dtype_named, listed, name_of
+from tandem.bridge.common.manifest import Placement, TensorEntry, dtype_named, listed, name_of
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.batched_launches import Copying, copy_all, same
@@ -129,7 +129,7 @@ class Flat:
     """A version in one buffer that stays. Where each tensor is, and how it is digested, is computed once: to go through
     hundreds of small tensors takes several times as long as their bytes take to travel."""
 
-    def __init__(self, places: Places, size_bytes: int, device: torch.device, *, alone: bool = False) -> None:
+    def __init__(self, places: Placement, size_bytes: int, device: torch.device, *, alone: bool = False) -> None:
         """`size_bytes`: of the whole buffer, as the sender announced it. `alone`: as in ops/batched_launches.py, if an
         engine samples while a version arrives."""
         self.places = places
@@ -163,7 +163,7 @@ class PackedAdapter:
     """An adapter in one buffer. A trainer has the same tensors for each version, so the copies and their targets are
     kept."""
 
-    def __init__(self, named: Named, replies: Sequence[Mapping[str, Any]], places: Places, head: bytes) -> None:
+    def __init__(self, named: Named, replies: Sequence[Mapping[str, Any]], places: Placement, head: bytes) -> None:
         self._named, self._replies = named, list(replies)
         device = named[0][1].device if named else torch.device("cpu")
         self.flat = Flat(places, max(places.size_bytes, len(head)), device, alone=True)
@@ -181,7 +181,7 @@ class PackedAdapter:
 class AdapterPacker:
     """Packs one adapter version after the other, into the same buffer while their form stays."""
 
-    def __init__(self, mode: str, layout: Callable[[Mapping[str, Form]], tuple[Places, bytes]]) -> None:
+    def __init__(self, mode: str, layout: Callable[[Mapping[str, Form]], tuple[Placement, bytes]]) -> None:
         """`layout`: returns where tensors of these forms go, and the bytes before the first of them."""
         self._mode, self._layout = mode, layout
         self._packed: PackedAdapter | None = None
@@ -227,7 +227,7 @@ class Carrier(Protocol):
 
 class PackedVersion(Protocol):
     @property
-    def places(self) -> wire.Places: ...
+    def places(self) -> wire.Placement: ...
     @property
     def fingerprints(self) -> Fingerprints: ...
     def hand_over(self, carrier: Carrier, manifest: wire.Manifest, deadline: Deadline) -> None: ...
@@ -239,7 +239,7 @@ class Packing:
     def __init__(self, mode: str, replies: Sequence[Mapping[str, Any]]) -> None:
         """`replies`: of engines when they were attached; more may come."""
         self._mode, self._replies = mode, replies
-        self._known: tuple[list[tuple[str, Form]], wire.Places] | None = None
+        self._known: tuple[list[tuple[str, Form]], wire.Placement] | None = None
         self._adapter_packer = AdapterPacker(mode, lambda into: (self._placement(list(into.items())), b""))
 
     def pack(self, weights: Weights, phases: Phases) -> PackedVersion:
@@ -255,10 +255,10 @@ class Packing:
     def _adapter(self, weights: Weights, phases: Phases) -> PackedVersion:
         return AdapterTensors(*self._adapter_packer.pack(weights, self._replies, phases))
 
-    def _placement(self, forms: list[tuple[str, Form]]) -> wire.Places:
+    def _placement(self, forms: list[tuple[str, Form]]) -> wire.Placement:
         """Return the placement of tensors in the order in which they travel."""
         if self._known is None or self._known[0] != forms:
-            self._known = forms, wire.Places.of(dict(forms))
+            self._known = forms, wire.Placement.of(dict(forms))
         return self._known[1]
 
 
@@ -275,7 +275,7 @@ class AdapterTensors:
 
 class _ModelTensors:
     def __init__(
-        self, weights: Weights, into: Mapping[str, Form], places: wire.Places, fingerprints: Fingerprints
+        self, weights: Weights, into: Mapping[str, Form], places: wire.Placement, fingerprints: Fingerprints
     ) -> None:
         self.places, self.fingerprints = places, fingerprints
         self._weights, self._into = weights, into

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from tandem.bridge.common.manifest import Places, TensorEntry
+from tandem.bridge.common.manifest import Placement, TensorEntry
 from tandem.bridge.common.packer import AdapterPacker, Form
 from tandem.bridge.files.parallel_io import Writing
 from tandem.bridge.files.reusable_files import ReusableFiles
@@ -76,11 +76,11 @@ class AdapterBridge(FilesBridge):
         super()._forget(version)
 
 
-def _layout(into: Mapping[str, Form]) -> tuple[Places, bytes]:
+def _layout(into: Mapping[str, Form]) -> tuple[Placement, bytes]:
     """Return where tensors are in the file, and its header."""
     header, stored = header_of(into, METADATA)
     places = {name: TensorEntry(*into[name], tensor.offset, _FILE) for name, tensor in stored.items()}
-    return Places(places), header
+    return Placement(places), header
 
 
 def memory_backed() -> Path:

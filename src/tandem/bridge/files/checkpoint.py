@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+
+from torch import Tensor
 
 from tandem.bridge.common.deadline import Deadline
 from tandem.bridge.common.manifest import TensorEntry, as_bytes
@@ -74,58 +76,39 @@ class CheckpointBridge(FilesBridge):
     def _put(
         self, weights: Weights, directory: Path, still_wanted: Callable[[], None], phases: Phases
     ) -> tuple[Mapping[str, TensorEntry], Fingerprints]:
-        shards = self._shards(forms(weights, self._replies, self.mode))
-        if self._rank_files is not None:
-            entries, fingerprints = self._put_rows(self._rank_files, weights, directory, shards, still_wanted, phases)
-        else:
-            entries, fingerprints = self._put_tensors(weights, directory, shards, still_wanted, phases)
+        into = forms(weights, self._replies, self.mode)
+        shards = self._shards(into)
+        with begun(directory, shards) as (files, entries):
+            if self._rank_files is not None:
+                fingerprints = self._rank_files.write(weights, phases, directory, still_wanted)
+            else:
+                fingerprints = self._write_tensors(
+                    outgoing(weights, into, self.mode), files, entries, still_wanted, phases
+                )
         for file in self._common.iterdir():
             os.link(file, directory / file.name)
         if _MODEL not in shards:
             _write_index(directory, {file: part for file, part in shards.items() if file != _BUFFERS})
         return entries, fingerprints
 
-    def _put_rows(
+    def _write_tensors(
         self,
-        rank_files: RankFiles,
-        weights: Weights,
-        directory: Path,
-        shards: Shards,
+        tensors: Iterable[tuple[str, Tensor]],
+        files: Mapping[str, BinaryIO],
+        entries: Mapping[str, TensorEntry],
         still_wanted: Callable[[], None],
         phases: Phases,
-    ) -> tuple[dict[str, TensorEntry], Fingerprints]:
-        entries: dict[str, TensorEntry] = {}
-
-        def begin() -> Path:
-            with begun(directory, shards) as (_, places):
-                for file, part in shards.items():
-                    entries.update({name: TensorEntry(*form, places[name][1], file) for name, form in part.items()})
-            return directory
-
-        return entries, rank_files.write(weights, phases, begin, still_wanted)
-
-    def _put_tensors(
-        self,
-        weights: Weights,
-        directory: Path,
-        shards: Shards,
-        still_wanted: Callable[[], None],
-        phases: Phases,
-    ) -> tuple[dict[str, TensorEntry], Fingerprints]:
+    ) -> Fingerprints:
         """Write one tensor after the other, as each is made: there is no memory for a second copy of the model."""
-        into = {name: form for part in shards.values() for name, form in part.items()}
-        entries: dict[str, TensorEntry] = {}
         fingerprints: dict[str, str] = {}
-        with begun(directory, shards) as (files, places), closing(Writing(still_wanted)) as writing:
-            for name, tensor, fingerprint in digest.fingerprinted(outgoing(weights, into, self.mode), phases):
+        with closing(Writing(still_wanted)) as writing:
+            for name, tensor, fingerprints[name] in digest.fingerprinted(tensors, phases):
                 raw = as_bytes(tensor)
                 phases.end("gather")
-                file, offset = places[name]
-                writing.write(files[file].fileno(), raw, offset)
-                entries[name], fingerprints[name] = TensorEntry(*into[name], offset, file), fingerprint
+                writing.write(files[entries[name].file].fileno(), raw, entries[name].offset)
                 phases.end("move")
             writing.finish()
-        return entries, fingerprints
+        return fingerprints
 
     def _shards(self, into: Mapping[str, Form]) -> Shards:
         files: dict[str, dict[str, Form]] = {}

@@ -12,8 +12,9 @@ A rank that fails says so in its place, so all ranks give up the version togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,29 +63,30 @@ class RankFiles:
         self,
         weights: Weights,
         phases: Phases,
-        begin: Callable[[], Path] | None = None,
+        directory: Path | None = None,
         still_wanted: Callable[[], None] = lambda: None,
     ) -> Fingerprints:
-        """Write this rank's part of a version. Rank 0 gives `begin`, which writes the headers and returns the
-        directory, and gets the fingerprints of whole tensors. `still_wanted` raises if the caller has given up.
-        SyncError: the version is not written, on any rank."""
+        """Write this rank's part of a version. Rank 0 gives the directory, whose files have their headers, and gets the
+        fingerprints of whole tensors. `still_wanted` raises if the caller has given up. SyncError: the version is not
+        written, on any rank."""
         what = f"{self._mode}: version {weights.version}"
-        begun = _tried(lambda: str(begin()) if begin else "")
         self._begun = True
-        directory = Path(_all_well(self._ranks.gather(begun)[:1], what)[0])
+        (home,) = _all_well(self._ranks.gather({"value": str(directory or "")})[:1], what)
         weights = self._ticking(weights, still_wanted)
-        found = _tried(lambda: self._stated(directory, weights, phases))
-        stated = _all_well(self._ranks.gather(found), what)
-        forms = _forms(directory)
-        held = [Held.from_json(each, forms) for each in stated]
-        done = _tried(lambda: self._write(directory, weights, held, forms))
+        files: dict[Path, dict[str, Form]] = {}
+        forms: dict[str, Form] = {}
+
+        def stated() -> Mapping[str, Any]:
+            files.update(_layouts(Path(home)))
+            forms.update(sorted(chain.from_iterable(layout.items() for layout in files.values())))
+            return HeldWeights(weights, forms, self._mode).digest([], phases).to_json(forms)
+
+        answers = _all_well(self._ranks.gather(_tried(stated)), what)
+        held = [Held.from_json(each, forms) for each in answers]
+        done = _tried(lambda: self._write(files, weights, held, forms))
         _all_well(self._ranks.gather(done), what)
         phases.end("move")
         return done["value"]
-
-    def _stated(self, directory: Path, weights: Weights, phases: Phases) -> Mapping[str, Any]:
-        forms = _forms(directory)
-        return HeldWeights(weights, forms, self._mode).digest([], phases).to_json(forms)
 
     def _proven(self, held: Sequence[Held], forms: Mapping[str, Form], version: int) -> Fingerprints:
         sizes = sizes_of(forms)
@@ -97,14 +99,16 @@ class RankFiles:
         return numbers
 
     def _write(
-        self, directory: Path, weights: Weights, held: Sequence[Held], forms: Mapping[str, Form]
+        self,
+        files: Mapping[Path, Mapping[str, Form]],
+        weights: Weights,
+        held: Sequence[Held],
+        forms: Mapping[str, Form],
     ) -> Fingerprints:
         rank = self._ranks.rank
         numbers = {} if rank else self._proven(held, forms, weights.version)
         own = {place for place, ranks in holders([each.places for each in held]).items() if ranks[0] == rank}
-        for path in _files(directory):
-            with row_file.opened(path) as file:
-                names = set(file.tensors)
+        for path, names in files.items():
             row_file.write_parts(path, _served(weights, forms, names, own), durable=False)
         return numbers
 
@@ -121,27 +125,22 @@ class RankFiles:
         return Weights(weights.version, weights.kind, weights.tensors, rows=parts)
 
 
-def _served(weights: Weights, forms: Mapping[str, Form], names: Set[str], own: Set[Place]) -> Iterator[Part]:
+def _served(weights: Weights, forms: Mapping[str, Form], names: Container[str], own: Set[Place]) -> Iterator[Part]:
     """Yield the parts of these tensors that are this rank's to write, in the type that engines serve."""
     for part in weights.parts():
         if part.name in names and part.tensor.numel() and place_of(part) in own:
             yield part._replace(tensor=part.tensor.detach().to(dtype_named(forms[part.name].dtype)))
 
 
-def _files(directory: Path) -> list[Path]:
-    found = sorted(path for pattern in _FILES for path in directory.glob(pattern))
+def _layouts(directory: Path) -> dict[Path, dict[str, Form]]:
+    """Return the tensors of each file."""
+    found: dict[Path, dict[str, Form]] = {}
+    for path in sorted(path for pattern in _FILES for path in directory.glob(pattern)):
+        with row_file.opened(path) as file:
+            found[path] = {name: Form(stored.dtype, tuple(stored.shape)) for name, stored in file.tensors.items()}
     if not found:
         raise SyncError(f"{directory}: its files are not seen here; set sync.directory to one that all hosts share")
     return found
-
-
-def _forms(directory: Path) -> dict[str, Form]:
-    """Return the forms of all tensors of the files, in an order that is the same on every rank."""
-    forms: dict[str, Form] = {}
-    for path in _files(directory):
-        with row_file.opened(path) as file:
-            forms |= {name: Form(stored.dtype, tuple(stored.shape)) for name, stored in file.tensors.items()}
-    return dict(sorted(forms.items()))
 
 
 def _tried(work: Callable[[], Any]) -> dict[str, Any]:

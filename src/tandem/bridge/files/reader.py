@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.bridge.common.manifest import EngineEndBase, Manifest, Places, check, checksum
+from tandem.bridge.common.manifest import EngineEndBase, Manifest, Placement, check, checksum
 from tandem.bridge.common.packer import Flat
 from tandem.bridge.files import parallel_io
 from tandem.errors import SyncError
@@ -87,7 +87,7 @@ class FilesSource(EngineEndBase):
         (file,) = files
         size, kept = manifest.files[file][0], self._last
         if kept is None or len(kept.raw) != size or kept.places.tensors != manifest.tensors:
-            kept = Flat(Places(manifest.tensors), size, self._device)
+            kept = Flat(Placement(manifest.tensors), size, self._device)
         parallel_io.read_into(path / file, kept.raw)
         self._last = kept
         weights = _weights(manifest, path, kept.__iter__)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from tandem.bridge.common.manifest import TensorEntry
 from tandem.bridge.common.packer import Form
 from tandem.io.safetensors_format import header_of
 
@@ -16,10 +17,10 @@ METADATA = {"format": "pt"}
 @contextmanager
 def begun(
     directory: Path, shards: Mapping[str, Mapping[str, Form]]
-) -> Iterator[tuple[dict[str, BinaryIO], dict[str, tuple[str, int]]]]:
-    """Open the files, write their headers, and yield them with the file and offset of each tensor."""
+) -> Iterator[tuple[dict[str, BinaryIO], dict[str, TensorEntry]]]:
+    """Open the files, write their headers, and yield them with the entry of each tensor."""
     files: dict[str, BinaryIO] = {}
-    places: dict[str, tuple[str, int]] = {}
+    entries: dict[str, TensorEntry] = {}
     try:
         for file_name, part in shards.items():
             file = files[file_name] = (directory / file_name).open("wb")
@@ -27,8 +28,8 @@ def begun(
             file.write(header)
             file.truncate(len(header) + sum(tensor.size_bytes for tensor in stored.values()))
             file.flush()  # tensors are written by position, past this file's buffer
-            places |= {name: (file_name, tensor.offset) for name, tensor in stored.items()}
-        yield files, places
+            entries |= {name: TensorEntry(*part[name], tensor.offset, file_name) for name, tensor in stored.items()}
+        yield files, entries
     finally:
         for file in files.values():
             file.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -77,8 +77,3 @@ def sums_kept(rounds: int) -> int:
     """Return how many sums of gradients exist at most as a round begins: the ones in the binary number of the rounds
     that are done (train/gradient_tree.py)."""
     return max((done.bit_count() for done in range(rounds)), default=0)
-
-
-def busiest(costs: Sequence[float], ranks: int) -> float:
-    """Return what takes all ranks as long as these micro-batches: the largest of each round."""
-    return sum(max(costs[start : start + ranks]) for start in range(0, len(costs), ranks))

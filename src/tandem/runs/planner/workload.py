@@ -10,8 +10,9 @@ from typing import Literal
 from tandem.ops import byte_sizes
 from tandem.ops.activation_sizes import Pass, activation_bytes, backward_bytes
 from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.row_packing import busiest
 from tandem.runs.planner.lengths import Lengths, Micro, recorded_steps
-from tandem.runs.planner.rank_share import busiest, sums_kept
+from tandem.runs.planner.rank_share import sums_kept
 from tandem.spec.parallel import ParallelSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
