@@ -3,7 +3,8 @@
 Each part runs `tandem train` on a random checkpoint of the shape, and reads the run's own metrics:
 
     sft     SFT with the same number of tokens a GPU on 1, 2, ... ranks: tokens/s, MFU, how it scales, GiB of each rank
-    bytes   20 steps with the same batch and `parallel.shares` on 1, 2, ... ranks: which tensors of the export differ
+    bytes   20 steps with the same batch and `parallel.shares` on 1, 2, ... ranks: which tensors of the export differ;
+            `--hosts 2`: also with the most ranks as two hosts, rows within each and sums between them
     sums    what the ordered sums over ranks take, beside NCCL's own reduce-scatter, of as many bytes as a step has
     kill    a rank is killed in a step: how long until the run has ended with its name, and what resumes after it
 
@@ -180,29 +181,33 @@ def same_bytes(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     shares = max(asked.ranks)
     before: dict[str, str] = {}
-    for ranks in asked.ranks:
+    layouts = [(ranks, 1) for ranks in asked.ranks] + ([(shares, asked.hosts)] if asked.hosts > 1 else [])
+    for ranks, hosts in layouts:
         spec = spec_of(asked, home, ranks, steps=20, batch_size=asked.rows * shares)
-        spec["parallel"]["shares"] = shares
+        spec["parallel"] |= {"shares": shares, "hosts": hosts}
         spec["model"].pop("compile", None)  # the compiler may choose other kernels for other shapes
-        shutil.rmtree(home / f"bytes-{ranks}", ignore_errors=True)
-        run = Started(spec, home / f"bytes-{ranks}")
+        directory = home / f"bytes-{ranks}-{hosts}"
+        shutil.rmtree(directory, ignore_errors=True)
+        run = Started(spec, directory)
+        layout = {"ranks": ranks, "hosts": hosts}
         if run.ended(asked.limit_s):
-            found.append({"ranks": ranks, "failed": run.what_it_said()})
+            found.append({**layout, "failed": run.what_it_said()})
             continue
-        now = tensors_of(run.directory / "export")
+        now = tensors_of(directory / "export")
         losses = [row["loss/total"] for row in run.rows()]
         before = before or now
         differ = [name for name in now if now[name] != before.get(name)]
         same_loss = not found or losses == found[0].get("losses")
-        found.append({"ranks": ranks, "tensors": len(now), "differ": differ, "losses": losses, "same_loss": same_loss})
-    print(f"\nThe same bytes, {asked.shape}, 20 steps, shares = {shares}")
-    head = ("ranks", "tensors", "that differ", "the first", "equal losses")
+        found.append({**layout, "tensors": len(now), "differ": differ, "losses": losses, "same_loss": same_loss})
+        shutil.rmtree(directory)
+    print(f"\nThe same bytes, {asked.shape}, 20 steps, shares = {shares}, {asked.optimizer}, lora={asked.lora}")
+    head = ("ranks", "hosts", "tensors", "that differ", "the first", "equal losses")
     table(
         head,
         [
-            (str(row["ranks"]), row["failed"], "", "", "") if "failed" in row else
-            (str(row["ranks"]), str(row["tensors"]), str(len(row["differ"])), (row["differ"] or [""])[0],
-             str(row["same_loss"]))
+            (str(row["ranks"]), str(row["hosts"]), row["failed"], "", "", "") if "failed" in row else
+            (str(row["ranks"]), str(row["hosts"]), str(row["tensors"]), str(len(row["differ"])),
+             (row["differ"] or [""])[0], str(row["same_loss"]))
             for row in found
         ],
     )  # fmt: skip
@@ -326,6 +331,7 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=16384)
     parser.add_argument("--activations", default="selective")
     parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--hosts", type=int, default=1, help="bytes: also the most ranks as so many hosts")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--deadline-s", type=float, default=120.0)
