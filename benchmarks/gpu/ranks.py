@@ -186,6 +186,7 @@ def same_bytes(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
         spec = spec_of(asked, home, ranks, steps=20, batch_size=asked.rows * shares)
         spec["parallel"] |= {"shares": shares, "hosts": hosts}
         spec["model"].pop("compile", None)  # the compiler may choose other kernels for other shapes
+        spec["deterministic"] = True
         directory = home / f"bytes-{ranks}-{hosts}"
         shutil.rmtree(directory, ignore_errors=True)
         run = Started(spec, directory)
