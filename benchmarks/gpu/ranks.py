@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,23 @@ class Started:
         path.write_text(tomli_w.dumps(spec))
         command = [sys.executable, "-m", "tandem", "train", str(path), "--run-dir", str(directory), *words]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+            )  # fmt: skip
 
     def ended(self, timeout_s: float) -> int:
+        """Its exit code. A run that is not over by then writes the stacks of all ranks to its logs, and ends."""
         try:
             return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for pid in (*children_of(self.process.pid), self.process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
+            return self.process.wait(60)
         finally:
-            if self.process.poll() is None:
-                self.process.send_signal(signal.SIGTERM)
-                self.process.wait(60)
+            for log in sorted((self.directory / "ranks").glob("*.txt")):
+                shutil.copyfile(log, OUT / f"{self.directory.name}-{log.name}")
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"
@@ -102,7 +111,8 @@ class Started:
         return [row for row in found if "time/step_s" in row]
 
     def what_it_said(self) -> str:
-        lines = [line.strip() for line in self.log.read_text().splitlines() if line.strip()]
+        written = self.log.read_text().splitlines()
+        lines = [line.strip() for line in written if line.strip() and not line.startswith("Extension modules")]
         told = [line for line in lines if line.startswith("tandem:") or "Error" in line or "RankLost" in line]
         return (told or lines or ["nothing"])[-1][:300]
 
@@ -228,7 +238,7 @@ def kill(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
         time.sleep(0.1)
     victims = [pid for pid in children_of(run.process.pid) if rank_of(pid) == 1]
     if not victims:
-        run.ended(60)
+        run.ended(1)
         return [{"failed": f"no rank to kill: {run.what_it_said()}"}]
     os.kill(victims[0], signal.SIGKILL)
     killed = time.monotonic()
