@@ -10,6 +10,9 @@ Shapes: B rows, T positions, N trained tokens, H hidden.
 from __future__ import annotations
 
 import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,7 +58,8 @@ class Forward:
             self.why_not_compiled = self.why_masked
         elif not self.why_not_compiled:
             functorch.activation_memory_budget = _SELECTIVE if selective else 1.0  # holds for the whole process
-            self.why_not_compiled = _why_not(lambda: _try_compiled(module))
+            with without_sigterm():
+                self.why_not_compiled = _why_not(lambda: _try_compiled(module))
             if self.why_not_compiled:
                 _compile(module, undo=True)
 
@@ -168,6 +172,17 @@ def _try_compiled(module: Any) -> str:
 
 
 # --- compiled layers
+
+
+@contextmanager
+def without_sigterm() -> Iterator[None]:
+    """Hold SIGTERM back, here and in processes that start meanwhile: the compiler's. A service manager sends it to all
+    processes of a run, and a step that compiles would wait for ever for workers that have ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Compiled:
