@@ -1,1 +1,1 @@
-"""Optimizers and schedules (layer 3): one file each, over the base in optimizer.py. `build/training.py` picks one."""
+"""Optimizers and schedules (layer 3): one file each, applied by optimizer.py. `build/optimizers.py` picks one."""

@@ -1,14 +1,14 @@
-"""Adafactor (arXiv 1804.04235) with torch's defaults: a second moment in rows and columns, and no first one.
+"""Adafactor (arXiv 1804.04235) with torch's defaults: a second moment in rows and columns, and no first moment.
 
-The learning rate is relative: a weight moves by lr times the root mean square of its parameter (at least 1e-3), and by
-1 / sqrt(step) if that is less than lr. AdamW's 1e-5 is therefore far too small; torch's default is 1e-2.
+The learning rate is relative: a weight moves by the root mean square of its parameter (at least 1e-3) times lr, or
+times 1 / sqrt(step) if that is less. So AdamW's 1e-5 is far too small; torch's default is 1e-2.
 
 The formula is torch.optim.Adafactor's with eps = (1e-15, 1e-3), written out because torch's function, from 2.11 to
-2.15, reads three numbers a parameter back from the device. Two deviations, which O(1) gradients do not show: the
-row's share of the mean is taken first and nothing but zeros is cut off, as in the paper. With torch's own eps of 1e-7
-every update is cut to full size as soon as gradients are smaller than 3e-4, and a large model's all are.
+2.15, reads three numbers a parameter back from the device. It differs from torch's in two ways, as in the paper; with
+gradients of O(1) neither shows. The row moment is divided by its mean first, and only zeros are clamped. With torch's
+own eps of 1e-7, gradients below 3e-4, as in all large models, would make every update as long as the clip allows.
 
-A stack of matrices [experts, rows, columns] is factored by matrix, and moves like one parameter: as in torch.
+As in torch, a stack of matrices [experts, rows, columns] is factored by matrix, and moves like one parameter.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tandem.optim.update_rule import ByParts, Slot
 from tandem.spec.optim import AdafactorSpec
 
 _LEAST_SQUARE = 1e-30
-"""Of a gradient; the paper's first epsilon."""
+"""The smallest squared gradient; the paper's first epsilon."""
 _LEAST_SIZE = 1e-3
-"""Of a parameter, which could not leave zero otherwise; the paper's second epsilon."""
+"""The smallest size of a parameter, which could not leave zero otherwise; the paper's second epsilon."""
 
 
 class Adafactor(ByParts):
@@ -62,5 +62,5 @@ def _rms(tensor: Tensor) -> Tensor:
 
 
 def _mean_square(tensor: Tensor, dim: int) -> Tensor:
-    """Without a tensor of squares."""
+    """Return the mean square along `dim`, without a tensor of squares."""
     return torch.linalg.vector_norm(tensor, dim=dim, keepdim=True).square_().div_(tensor.shape[dim])

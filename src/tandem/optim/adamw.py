@@ -1,4 +1,4 @@
-"""AdamW: torch's own, fused; on a GPU ours, which fuses reading, writing and counting into it."""
+"""AdamW: torch's fused function; on a GPU our kernel, which also reads, writes and counts in the same launch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AdamW:
                 [slot.state["exp_avg"] for slot in group],
                 [slot.state["exp_avg_sq"] for slot in group],
                 [],
-                # Counted on by the call. Filled in on the device: a copy from the host would wait for it.
+                # The call adds 1. Filled on the device: a copy from the host would wait for the device.
                 [torch.full((), slot.step - 1.0, device=slot.value.device) for slot in group],
                 fused=fused,
                 foreach=not fused,
@@ -60,5 +60,5 @@ class AdamW:
 
 
 def _contiguous(slot: Slot) -> bool:
-    """torch's fused kernel takes four tensors for four equal runs of memory, and says nothing where they are not."""
+    """Whether torch's fused kernel may be used: it assumes four contiguous tensors, and does not check."""
     return all(tensor.is_contiguous() for tensor in (slot.value, slot.grad, *slot.state.values()))

@@ -1,26 +1,27 @@
 """AdamW with both moments in 8 bits a number, by blocks.
 
-As in the 8-bit optimizers' paper (arXiv 2110.02861), 256 numbers of a row have one fp32 scale, their greatest, and each
-is an index into a table of shares of it; they are decoded for an update and coded again after it. Our tables are evenly
-spaced in the logarithm, where the paper's give most codes to the greatest decade and one to zero:
+As in the 8-bit optimizers' paper (arXiv 2110.02861), 256 numbers of a row share one fp32 scale, their maximum. Each is
+stored as an index into a table of shares of the maximum, decoded for an update, and encoded again after it. Our tables
+are evenly spaced in the logarithm; the paper's give most codes to the greatest decade and one to zero. The reasons:
 
-- A weight whose second moment rounds to zero while its first does not moves by lr * m / eps. So no share of the second
-  moment is zero: the smallest, 1e-10, is the square of the first moment's, and an update stays of AdamW's size.
-- Neighbours are a tenth apart, everywhere. A first moment without gradients shrinks by 1 - betas[0]; less than half of
-  a distance, as in the paper's lower decades, would be rounded back up, and the weight would drift for ever. Ours fades
-  for betas[0] up to 0.95.
-- Features of a language model differ by a factor of a thousand, their second moments by a million: small ones beside a
-  large one are still told apart.
+- If a second moment rounded to zero and its first moment did not, the weight would move by lr * m / eps. So no share of
+  the second moment is zero: the smallest, 1e-10, is the square of the first moment's smallest share, and updates stay
+  as large as AdamW's.
+- Neighbouring shares differ by a tenth everywhere. Without gradients a first moment shrinks by 1 - betas[0] a step. If
+  that is less than half of the distance to the next share, as in the paper's lower decades, it is rounded back up, and
+  the weight drifts for ever. With our table it fades for betas[0] up to 0.95.
+- Features of a language model differ by a factor of a thousand, and their second moments by a million: small ones
+  beside a large one keep different codes.
 
 An update is within about 6 % (root mean square) of fp32 AdamW's, at beta2 = .95.
 
 Vectors, and tensors of fewer than 4096 numbers (bitsandbytes' limit, too), keep fp32 moments: they are few. A row of
-fewer than 256 numbers is one block, so narrow matrices have 8 bytes more for each row.
+fewer than 256 numbers is one block, so narrow matrices need 8 bytes more for each row.
 
-By hand, because the libraries fail here. torchao 0.18's state is a tensor subclass that safetensors cannot write, and
-its code has the zero: after gradients of 1 and 1e-4 in one block and then one of zeros, the weight with 1e-4 moves by
-4200 times lr. bitsandbytes 0.50 takes plain tensors, but its blocks run across rows, its code has the zero, and on the
-CPU it codes 1e-8 of a block's greatest number as 1.6e-5 of it.
+This is our own code because the libraries fail here. torchao 0.18's state is a tensor subclass that safetensors cannot
+write, and its table has a zero: after gradients of 1 and 1e-4 in one block and then zeros, the weight with 1e-4 moves
+by 4200 times lr. bitsandbytes 0.50 takes plain tensors, but its blocks cross rows, its table has a zero, and on the CPU
+it stores 1e-8 of a block's maximum as 1.6e-5 of it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class AdamW8bit:
     by_rows = True
 
     def __init__(self, spec: AdamWSpec, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
-        """`shapes`: of the whole tensors, where only some rows of them are here."""
+        """`shapes`: the whole tensors' shapes, if this rank has only some of their rows."""
         self._spec, self._adamw = spec, AdamW(spec)
         self._shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
         self._codes = {"exp_avg": Code.signed(), "exp_avg_sq": Code.positive()}
@@ -89,7 +90,7 @@ class AdamW8bit:
 
 
 class Code:
-    """Numbers as indices of `shares` of their block's greatest: a share stands for all between two `bounds`."""
+    """Stores numbers as indices of `shares` of their block's maximum; a share stands for all between two `bounds`."""
 
     def __init__(self, shares: Tensor, bounds: Tensor) -> None:
         assert len(bounds) + 1 == len(shares) <= 256
@@ -102,7 +103,7 @@ class Code:
 
     @classmethod
     def signed(cls) -> Code:
-        """The smallest of 128 shares is zero instead, and keeps its bounds: no other would let a moment fade out."""
+        """Replace the smallest of 128 shares by zero, so that a moment can fade out; its bounds stay."""
         shares = torch.logspace(-5, 0, 128, dtype=torch.float32)
         bounds, above = _between(shares), shares[1:]
         return cls(torch.cat([-above.flip(0), torch.zeros(1), above]), torch.cat([-bounds.flip(0), bounds]))
@@ -113,11 +114,11 @@ class Code:
         return _in_rows(numbers.mul_(scales.unsqueeze(-1)), codes)
 
     def encode(self, numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Uses `numbers` up."""
+        """Write the codes and scales of `numbers`, which are overwritten."""
         _, bounds = self.on(codes.device)
         blocks = _in_blocks(numbers)
         torch.linalg.vector_norm(blocks, torch.inf, dim=-1, out=scales)
-        blocks.div_(scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))  # a block of zeros has no greatest
+        blocks.div_(scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1))  # a block of zeros: not / 0
         codes.copy_(_in_rows(torch.bucketize(blocks, bounds, out_int32=True), codes))
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -132,7 +133,7 @@ def _between(shares: Tensor) -> Tensor:
 
 
 def _in_blocks(numbers: Tensor) -> Tensor:
-    """[rows, ...] as [rows, blocks, 256], the last block of a row filled up with zeros."""
+    """Return [rows, ...] as [rows, blocks, 256], with the last block of a row padded with zeros."""
     rows = numbers.flatten(1)
     if missing := -rows.shape[1] % _BLOCK:
         rows = torch.nn.functional.pad(rows, (0, missing))
@@ -140,5 +141,5 @@ def _in_blocks(numbers: Tensor) -> Tensor:
 
 
 def _in_rows(blocks: Tensor, like: Tensor) -> Tensor:
-    """Contiguous, as torch's fused AdamW takes for granted."""
+    """Return the numbers of the blocks in the shape of `like`; contiguous, which torch's fused AdamW requires."""
     return blocks.flatten(1)[:, : like[0].numel()].contiguous().view(like.shape)

@@ -1,9 +1,8 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
-"""AdamW with moments of 8 bits in one launch: decoded, used and coded again without leaving the chip.
+"""AdamW with moments of 8 bits in one launch: decoded, used and encoded again without leaving the chip.
 
-As optim/adamw_8bit.py has it, to the code: the greatest of 256 numbers in a row is their scale, and a code is the index
-of a share of it. Which one is guessed by its logarithm and settled by the same bounds. Only imported where tensors are
-on a GPU.
+It gives the same codes as optim/adamw_8bit.py. A number's logarithm gives a guess of its code, which the same bounds
+then correct. Imported only where tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Codes = tuple[Tensor, Tensor]
 
 
 def update(wholes: Sequence[Whole], spec: AdamWSpec, signed: Codes, positive: Codes) -> Tensor:
-    """What became of it, as optim/adamw_triton.py sums it. Rows are of whole blocks."""
+    """Update `wholes`, whose rows are whole blocks. Return the same sums as optim/adamw_triton.py."""
     kinds: defaultdict[tuple[bool, bool], list[Whole]] = defaultdict(list)
     for whole in wholes:
         kinds[whole.low is not None, whole.grad.dtype == torch.bfloat16].append(whole)
@@ -61,7 +60,7 @@ def _decoded(codes, scales, shares, at, block, inside_2, inside):
 
 @triton.jit
 def _between(part, bounds, guess, last, up_at_equal):
-    """How many of the bounds lie below `part` (or at it): `guess` is at most two off."""
+    """Return how many of the bounds are below `part` (or equal to it); `guess` is at most two off."""
     found = tl.minimum(tl.maximum(guess - 2, 0), last)
     for _ in tl.static_range(5):
         bound = tl.load(bounds + tl.minimum(found, last - 1))

@@ -1,18 +1,18 @@
 """AdamW whose moments are in the host's memory, and on the device only while they are needed.
 
-They travel in pieces of at most 16 MiB a moment. While one piece is computed, the next one comes in and the last one
-goes back, each on a CUDA stream of its own and over a link that carries both ways at once. Three pairs of buffers are
-all the device's memory that this takes, 96 MiB. An update returns before the last pieces are home: synchronize the
-device before the moments are read, or written, on the host.
+Moments are copied in pieces of at most 16 MiB. While one piece is computed, the next one is copied to the device and
+the previous one back, each on its own CUDA stream; the link carries both directions at once. On the device this takes
+three pairs of buffers, 96 MiB. An update returns before the last pieces are on the host: synchronize the device before
+the moments are read, or written, there.
 
     stream      waits for                                     records
-    incoming    all that went back before this update;        arrived
-                `left` of the buffer's piece before
+    incoming    all copies back before this update;           arrived
+                `left` of the buffer's previous piece
     current     `arrived`                                     computed
     outgoing    `computed`                                    left
 
-The host's memory is pinned, else copies would neither overlap nor be fast; torch's allocator rounds pinned memory up to
-a power of two, a parameter and moment at a time.
+The host's memory is pinned: otherwise copies would be slow and would not overlap. torch's allocator rounds the pinned
+memory of each moment of a parameter up to a power of two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.optim.update_rule import ByParts, Slot
 from tandem.spec.optim import AdamWOffloadSpec
 
 _PIECE = 2**22
-"""Numbers. Long enough for a copy at full speed, a third of a millisecond on PCIe 5."""
+"""Numbers in a piece: enough for a copy at full speed, a third of a millisecond on PCIe 5."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -63,7 +63,7 @@ class AdamWOffload(ByParts):
 
 
 def why_not(device: torch.device) -> str:
-    """Why there is nothing to offload; empty if there is."""
+    """Return why moments cannot be offloaded; empty if they can."""
     return "" if device.type == "cuda" else "the weights are in the host's memory themselves"
 
 
@@ -76,10 +76,10 @@ class _StreamPipeline:
         for moment in (moment for buffer in self._buffers for moment in buffer.moments.values()):
             moment.record_stream(self.incoming)
             moment.record_stream(self.outgoing)
-        self.incoming.wait_stream(torch.cuda.current_stream(device))  # whose memory the buffers were until now
+        self.incoming.wait_stream(torch.cuda.current_stream(device))  # it may still use the buffers' memory
 
     def start(self) -> None:
-        """A parameter of a few pieces may have moments on their way home that are about to come in again."""
+        """Wait for the copies back to the host: a small parameter's moments may be read again at once."""
         self.incoming.wait_stream(self.outgoing)
 
     def run(self, adamw: AdamW, piece: Slot) -> None:
@@ -106,7 +106,7 @@ class _StreamPipeline:
 
 
 class _Buffer:
-    """Room for a piece's moments, and how far the piece in it has come."""
+    """Device memory for a piece's moments, and the events of its three stages."""
 
     def __init__(self, device: torch.device) -> None:
         self.moments = {moment: torch.empty(_PIECE, dtype=torch.float32, device=device) for moment in _MOMENTS}

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 """AdamW's whole update in one launch over any number of parameters: each byte is read and written once.
 
-Value, moments and gradient are read where they lie, a bf16 weight together with the 16 bits that it lacks, and what
-became of the update is counted on the way (optim/optimizer.py says what). A program takes a stretch of one parameter:
-which one and where is in a table. Only imported where tensors are on a GPU.
+The kernel reads value, moments and gradient in place, a bf16 weight together with the 16 bits that it lacks, and also
+sums what optim/optimizer.py reports about an update. A program works on a stretch of one parameter; a table says which.
+Imported only where tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BLOCK, _BLOCKS = 1024, 8  # numbers at a time, and how many times
 
 
 def update(wholes: Sequence[Whole], spec: AdamWSpec) -> Tensor:
-    """What became of it, summed: energy, energy lost, numbers with a gradient, those of them that changed, those that
-    are served otherwise, those that changed."""
+    """Update `wholes`. Return six sums: the update's energy, the energy lost, and how many numbers have a gradient,
+    have one and changed, are served with other bits, changed."""
     kinds: defaultdict[tuple[bool, bool, bool], list[Whole]] = defaultdict(list)
     for whole in wholes:
         parts = (whole.live, whole.grad, *whole.state.values(), *([] if whole.low is None else [whole.low]))
@@ -48,8 +48,8 @@ def _launch(wholes: Sequence[Whole], spec: AdamWSpec, split: bool, narrow: bool,
 
 
 def tables(wholes: Sequence[Whole], spec: AdamWSpec, state: Sequence[str], stretch: int) -> tuple[Tensor, ...]:
-    """For a kernel: whose each stretch of so many numbers is; of each parameter, where it lies and its numbers for
-    this step; room for the sums of each stretch."""
+    """Return a kernel's arguments: the parameter of each stretch; each parameter's addresses; its learning rate and
+    other numbers of this step; memory for the sums of each stretch. `stretch`: its length in numbers."""
     device = wholes[0].live.device
     owners, firsts = _tiles(tuple(whole.live.numel() for whole in wholes), stretch, device)
     places, numbers = array("q"), array("f")
@@ -66,7 +66,7 @@ def tables(wholes: Sequence[Whole], spec: AdamWSpec, state: Sequence[str], stret
 
 @lru_cache(16)
 def _tiles(sizes: tuple[int, ...], stretch: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """Whose each stretch is, and the first one of each."""
+    """Return the parameter of each stretch, and the first stretch of each parameter."""
     counts = torch.tensor([-(-size // stretch) for size in sizes])
     owners = torch.repeat_interleave(counts).to(torch.int32).to(device)
     return owners, (counts.cumsum(0) - counts).tolist()
@@ -74,14 +74,14 @@ def _tiles(sizes: tuple[int, ...], stretch: int, device: torch.device) -> tuple[
 
 @triton.jit
 def places_of(table, owner, STATE: tl.constexpr, SPLIT: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr):
-    """As `tables` has them of a parameter: itself, how many numbers it has, its first stretch, and where its state's
-    so many pointers are."""
+    """Return a parameter's row of `tables`: its pointers, how many numbers it has, its first stretch, and the address
+    of the `STATE` pointers of its state."""
     mine = table + owner * (5 + STATE)
     live = tl.load(mine).to(tl.pointer_type(tl.int16 if SPLIT else tl.float32))
     low = tl.load(mine + 1).to(tl.pointer_type(tl.int16))
     grad = tl.load(mine + 2).to(tl.pointer_type(tl.bfloat16 if NARROW else tl.float32))
     count, first = tl.load(mine + 3), tl.load(mine + 4)
-    if ALIGNED:  # said here: of what a function returns the compiler would not hear it, and take numbers one by one
+    if ALIGNED:  # here: the compiler does not infer it across calls, and would read numbers one by one
         live, low, grad = tl.multiple_of(live, 16), tl.multiple_of(low, 16), tl.multiple_of(grad, 16)
         count = tl.multiple_of(count, 16)
     return live, low, grad, count, first, mine + 5
@@ -89,14 +89,14 @@ def places_of(table, owner, STATE: tl.constexpr, SPLIT: tl.constexpr, NARROW: tl
 
 @triton.jit
 def numbers_of(floats, owner):
-    """Of a parameter, for this step."""
+    """Return a parameter's step size, decay, bias correction and gradient scale of this step."""
     mine = floats + owner * 4
     return tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
 
 
 @triton.jit
 def read(live, low, at, inside, SPLIT: tl.constexpr):
-    """What is served, as it lies there, and the exact value."""
+    """Return the served bits, and the exact value."""
     then = tl.load(live + at, mask=inside, other=0)
     if SPLIT:
         low_bits = tl.load(low + at, mask=inside, other=0)
@@ -114,7 +114,7 @@ def stepped(old, mean, square, step_size, decay, unbiased, eps):
 
 @triton.jit
 def write(live, low, at, inside, new, SPLIT: tl.constexpr):
-    """The value that is kept, and what is served from now on."""
+    """Store the value. Return the value that is kept, and the bits that are now served."""
     if SPLIT:
         bits = new.to(tl.int32, bitcast=True)
         serves = ((bits + 0x8000) >> 16).to(tl.int16)

@@ -1,26 +1,26 @@
 """APOLLO and APOLLO-Mini (arXiv 2412.05270): AdamW's step sizes from a low-rank sketch of the gradient.
 
-AdamW moves a matrix by its gradient with every element rescaled. Nearly as good is one scale a channel (APOLLO) or one
-a matrix (APOLLO-Mini), and that many can be had from moments of the gradient's random projection to `rank` rows:
+AdamW rescales every element of the gradient. One scale a channel (APOLLO) or a matrix (APOLLO-Mini) is nearly as good,
+and can be computed from moments of the gradient's random projection to `rank` rows:
 
     R = P G                                    P ~ N(0, 1/rank), another one every `refresh_every` steps
     M, V = AdamW's moments of R                U = M / (sqrt(V) + eps), bias-corrected
     s_j = |U[:, j]| / |R[:, j]|                Mini: rank 1, s = |U| / |R| for the whole matrix
-    D = scale * sqrt(m / rank) * G diag(s)     no longer than `growth_limit` times the last D
+    D = scale * sqrt(m / rank) * G diag(s)     its norm is at most `growth_limit` times the last D's
     W -= lr * decay * W;  W -= lr * D
 
-G is seen as [m, n] with m <= n, transposed otherwise: the smaller side is projected, the larger one has the channels.
-A stack of matrices [experts, rows, columns] is that many matrices which share P.
+G is [m, n] with m <= n, or its transpose: the smaller side is projected, the larger one has the channels. A stack of
+matrices [experts, rows, columns] is that many matrices, which share P.
 
-P follows from seed, parameter name and number of refreshes, so it is drawn again at each step and never stored, and
-neither resuming nor another order of parameters changes it. (CPU and CUDA draw different numbers from one seed, and
-so may two models of GPU: a run resumed on another device goes on with other projections, which is a refresh too early
-and no more.) A refresh leaves M and V as they are, in the old projection's basis, as in the paper.
+P is drawn again at each step, from seed, parameter name and number of refreshes, so neither resuming nor another order
+of parameters changes it. (CPU and CUDA, and perhaps two models of GPU, draw different numbers from one seed. A
+run resumed on another device gets other projections, as if P were refreshed early.) A refresh leaves M and V in the
+old projection's basis, as in the paper.
 
-State a matrix, all fp32: `momentum` and `variance` [rank, n], `norm` of the last D, `count` of the updates that M and V
-have seen. A gradient of zeros or one that is not finite is none of those: M, V and the limiter wait for the next, else
-an idle expert would come back with moments that have decayed and a limit that takes a thousand steps to grow. It still
-gets its weight decay if it is zeros, and nothing at all if it is not finite. Nothing waits for the device.
+State a matrix, all fp32: `momentum` and `variance` [rank, n], `norm` of the last D, `count` of the updates in M and V.
+A gradient that is zero, or not finite, changes none of them. Otherwise the moments of an idle expert would decay, and
+its limit would need a thousand steps to grow again. With a gradient of zeros the weight still decays; with one that is
+not finite nothing happens. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Apollo(ByParts):
             self._update(slot)
 
     def projection(self, name: str, refresh: int, rank: int, m: int, device: torch.device) -> Tensor:
-        """P of a parameter after so many refreshes."""
+        """Return P of a parameter after `refresh` refreshes."""
         key = f"{self._seed}|{refresh}|{name}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
         generator = torch.Generator(device).manual_seed(seed)
@@ -101,7 +101,7 @@ class Apollo(ByParts):
         return momentum_RN, variance_RN
 
     def _scale(self, projected_RN: Tensor, momentum_RN: Tensor, variance_RN: Tensor, count: Tensor) -> Tensor:
-        """How much longer AdamW would make the projected gradient: [1, N], or [1, 1] for Mini."""
+        """Return how much longer AdamW would make the projected gradient: [1, N], or [1, 1] for Mini."""
         beta1, beta2 = self._spec.betas
         root_RN = (variance_RN / _weight(beta2, count)).sqrt_()
         update_RN = momentum_RN / _weight(beta1, count) / (root_RN + self._spec.eps)
@@ -112,5 +112,5 @@ class Apollo(ByParts):
 
 
 def _weight(beta: float, count: Tensor) -> Tensor:
-    """1 - beta ** count, which fp32 would round to four digits for a beta of .999."""
+    """Return 1 - beta ** count; computed directly, fp32 would leave four digits for a beta of .999."""
     return -torch.expm1(count * (math.log(beta) if beta else -math.inf))

@@ -1,17 +1,17 @@
-"""Rules that need whole tensors, where each rank has some rows of them: one rank updates each tensor, its owner.
+"""Apply rules that need whole tensors when each rank has only some rows: one rank, the owner, updates each tensor.
 
     every rank                                  the tensor's owner
-    sends its rows                           -> puts them together, in the order of ranks
+    sends its rows                           -> joins them, in the order of ranks
                                                 computes what one rank alone would compute
-    takes its rows                           <- sends each rank its rows
+    receives its rows                        <- sends each rank its rows
 
-So 1, 2 and 4 ranks give the same bytes. Tensors are dealt to ranks by cost, before the first step, and exchanged in
-rounds: in a round each rank owns one tensor at most. Nothing whole is kept: a rank has one whole tensor at a time.
-Every rank takes part in every round, even if it has no row of the round's tensors; an exchange would wait otherwise.
+So 1, 2 and 4 ranks give the same bytes. Before the first step, tensors are assigned to ranks by cost. They are
+exchanged in rounds; in a round each rank owns at most one tensor, so it holds one whole tensor at a time. Every rank
+takes part in every round, even if it has no row of the round's tensors; otherwise the exchange would hang.
 
-State is kept by rows, too, each tensor of it cut over the ranks that have rows of its parameter; what has fewer rows
-than ranks (a scalar has one) is on the first ranks alone. So a checkpoint has whole tensors, written by rows, and
-another number of ranks may go on from it.
+State is cut by rows, too, over the ranks that have rows of its parameter; a tensor with fewer rows than ranks (a scalar
+has one) is on the first ranks only. So a checkpoint has whole tensors, written by rows, and another number of ranks can
+resume from it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from tandem.optim.update_rule import ByParts, Cut, Slot, UpdateRule
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks among which rows are cut."""
+    """The ranks that share the rows."""
 
     rank: int
     ranks: int
     device: torch.device
     group: Any
-    """torch's process group of them."""
+    """Their torch process group."""
     tick: Callable[[], None]
-    """A sign of progress."""
+    """Reports progress."""
 
 
 class Owners:
     """Which rank owns which tensor, and the two exchanges of a round."""
 
     def __init__(self, ranks: RankGroup, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> None:
-        """`shapes`: of all tensors, also of those of which this rank has no row. `dtype`: of what travels."""
+        """`shapes`: of all tensors, also those without a row on this rank. `dtype`: of what is exchanged."""
         self._ranks, self._dtype = ranks, dtype
         self.rank = ranks.rank
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
@@ -57,8 +57,8 @@ class Owners:
         return self._rows(name, shape, self.rank)
 
     def gather(self, number: int, rows: Mapping[str, Tensor], shape: Shape | None) -> Tensor | None:
-        """Called by all ranks: send `rows` to the owners of this round's tensors, and return the whole of the tensor
-        that this rank owns. `shape`: of that; None if it has none, or none with a gradient."""
+        """Send `rows` to the owners of this round's tensors, and return the whole tensor that this rank owns. All ranks
+        call it. `shape`: of the owned tensor; None if this rank owns none, or none with a gradient."""
         names = self.rounds[number]
         sent = [rows[name].reshape(-1) if name in rows else self._empty(0) for name in names]
         counts = self._counts(names[self.rank], shape)
@@ -67,8 +67,8 @@ class Owners:
         return None if shape is None else received.view(shape)
 
     def scatter(self, number: int, whole: Tensor | None, into: Mapping[str, Tensor]) -> None:
-        """Called by all ranks: send the rows of `whole` to the ranks that have them, and fill `into` with what comes
-        from the owners of this round's tensors."""
+        """Send the rows of `whole` to the ranks that have them, and fill `into` with this rank's rows from the owners
+        of this round's tensors. All ranks call it."""
         names = self.rounds[number]
         counts = [into[name].numel() if name in into else 0 for name in names]
         received = self._empty(sum(counts))
@@ -80,7 +80,7 @@ class Owners:
                 into[name].copy_(piece.view(into[name].shape))
 
     def most_numbers(self) -> int:
-        """Return how many numbers a round has here at most: the owned tensor, and this rank's rows of all."""
+        """Return the most numbers that this rank holds in a round: its owned tensor, and its rows of all."""
         return most_numbers(self.shapes, self.rounds, self._ranks.rank)
 
     def _exchange(self, received: Tensor, sent: Tensor, counts: list[int], sent_counts: list[int]) -> None:
@@ -91,7 +91,7 @@ class Owners:
         return torch.empty(count, dtype=self._dtype, device=self._ranks.device)
 
     def _counts(self, name: str, shape: Shape | None) -> list[int]:
-        """Return how many numbers of such a tensor each rank has."""
+        """Return how many numbers of this tensor each rank has."""
         if shape is None:
             return [0] * self._ranks.ranks
         _, cols = rows_and_cols(shape)
@@ -103,7 +103,7 @@ class Owners:
 
 
 class ByOwner(ByParts):
-    """Any rule. Values, gradients and state travel in float32."""
+    """Applies any rule. Values, gradients and state are exchanged in float32."""
 
     by_rows = False
 
@@ -133,7 +133,7 @@ class ByOwner(ByParts):
         owned = self.rounds[number][self._owners.rank]
         mine = next((slot for slot in slots if slot.name == owned), None)
         shapes = {} if mine is None else {**self._both(owned), **self._state[owned]}
-        # By key, in an order that is the same on every rank.
+        # Sorted: every rank must exchange the keys in the same order.
         keys = sorted({key for name in self.rounds[number] if name for key in (*self._both(name), *self._state[name])})
         rows = {key: {name: each[key] for name, each in here.items() if key in each} for key in keys}
         whole = {key: self._owners.gather(number, rows[key], shapes.get(key)) for key in keys}

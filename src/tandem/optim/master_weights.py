@@ -1,11 +1,11 @@
-"""Where the exact weights are, when the ones that compute and are served have 16 bits.
+"""Keep the exact weights, when the weights that compute and are served have 16 bits.
 
-A bf16 weight has 8 bits of precision, and an update of RL is smaller than its last one: added in place, most of it
-rounds to nothing. A master answers two questions about a parameter: what is its exact value (`read`), and how is a new
-one kept (`write`). Float32 parameters are exact themselves, whatever the master.
+A bf16 weight has 8 bits of precision, and most updates of RL are smaller than its last bit: added in place, they round
+to zero. A master reads the exact value of a parameter (`read`), and stores a new one (`write`). Float32 parameters are
+exact themselves, with every master.
 
-Values are rounded to nearest, ties away from zero. On bit patterns that is adding half a unit and cutting, and the
-difference to the whole is then a signed 16-bit number: the other half of the weight, which `SplitMaster` keeps.
+Values are rounded to nearest, ties away from zero: add half a unit to the bit pattern and cut off the low 16 bits. The
+rest is then a signed 16-bit number, which `SplitMaster` stores.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor
 
 _HALF = 0x8000
 Rows: TypeAlias = slice | EllipsisType
-"""Of a parameter, along its first dimension; `...` is all of it."""
+"""Rows of a parameter, along its first dimension; `...` is all of it."""
 
 
 class Master(Protocol):
-    """`live` is the parameter. It may be a view of memory that the engine owns, with any strides."""
+    """Reads and writes exact values. `live`, the parameter, may be a view of the engine's memory, with any strides."""
 
     halves: bool
-    """The exact value is the bits of `live` and, where `state` has 16 more by this name, those."""
+    """Whether the bits of `live`, with the 16 bits of `state` if it has this name, are the exact value."""
 
     def adopt(self, name: str, exact: Tensor) -> Tensor:
-        """What serves for the fp32 tensor `exact`."""
+        """Return the tensor to serve for the fp32 tensor `exact`."""
         ...
 
     def read(self, name: str, live: Tensor, rows: Rows = ...) -> Tensor:
-        """The exact value, fp32; to be changed in place and given to `write`."""
+        """Return the exact value in fp32, which the caller changes in place and passes to `write`."""
         ...
 
     def write(self, name: str, live: Tensor, rows: Rows, value: Tensor, step: int) -> None: ...
     def state(self) -> dict[str, Tensor]:
-        """What is kept beside the live weights: the tensors themselves."""
+        """Return the tensors that are kept beside the live weights, not copies of them."""
         ...
 
 
@@ -65,7 +65,7 @@ class Float32(_NoState):
 
 
 class InPlace(_NoState):
-    """bf16 and nothing beside it: what does not reach the last bit is lost."""
+    """bf16 only: what does not reach the last bit is lost."""
 
     def adopt(self, name: str, exact: Tensor) -> Tensor:
         return exact.to(torch.bfloat16)
@@ -78,7 +78,7 @@ class InPlace(_NoState):
 
 
 class Stochastic(InPlace):
-    """bf16, rounded up or down by chance, so that the mean is exact. The draws follow from seed, name and step."""
+    """bf16, rounded up or down at random, so that the mean is exact. Seed, name and step determine the draws."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -91,7 +91,7 @@ class Stochastic(InPlace):
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest())
         generator = torch.Generator(value.device).manual_seed(seed)
         noise = torch.randint(0, 1 << 16, value.shape, generator=generator, device=value.device, dtype=torch.int32)
-        # Cutting the lower half after adding less than one unit: up with the probability of the part that is cut.
+        # Adding less than one unit and cutting the lower half rounds up with a probability equal to the part cut off.
         bits = (value.view(torch.int32) + noise) >> 16
         live.detach()[rows].view(torch.int16).copy_(bits)
 
@@ -148,7 +148,7 @@ class SplitMaster:
 
 
 def round_half_away(value: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the nearest bf16, and what the fp32 bits are beyond them; both int16."""
+    """Return the bits of the nearest bf16, and the difference of the fp32 bits from them; both int16."""
     bits = value.view(torch.int32)
     high = (bits + _HALF) >> 16
     return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)

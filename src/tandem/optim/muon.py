@@ -1,15 +1,16 @@
-"""Muon: torch's function. Hidden matrices move by their momentum with all its singular values made about one.
+"""Muon: torch's function. Hidden matrices move by their momentum, with all its singular values set to about one.
 
 The update is scaled by 0.2 * sqrt(max(rows, columns)), so that its root mean square is AdamW's and AdamW's learning
-rates transfer ("Muon is Scalable for LLM Training", arXiv 2502.16982). It is of that size whatever the gradient's is: a
-matrix whose gradient has become zero goes on along its fading momentum at full length, one that never had any stays.
+rates transfer ("Muon is Scalable for LLM Training", arXiv 2502.16982). Its size does not depend on the gradient's: a
+matrix whose gradient has become zero moves on along its fading momentum at full length; one that never had a gradient
+stays.
 
-The function is torch's private one (the class cannot be given a value and a gradient that live elsewhere), with one
-signature in torch 2.11, 2.13 and 2.15. A stack of matrices [experts, rows, columns] is that many matrices.
+The function is torch's private one, because torch's class only takes its own parameters and gradients; its signature is
+the same in torch 2.11, 2.13 and 2.15. A stack of matrices [experts, rows, columns] is that many matrices.
 
-Where each rank has some rows, only the middle of the function needs whole matrices: their owner does that
-(by_owner.py). What travels has 16 bits, as in the function itself, once to the owner and once back. The momentum stays
-where the rows are.
+If each rank has only some rows, only the middle of the function needs whole matrices: their owner computes it
+(by_owner.py). 16 bits a number, as in the function itself, are sent to the owner and back. The momentum stays with the
+rows.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Muon(ByParts):
 
 
 class MuonByOwner(Muon):
-    """The same function in three parts, of which the owner does the middle one."""
+    """Computes the same function in three parts, the middle one on the owner."""
 
     def __init__(self, spec: MuonSpec, owners: Owners) -> None:
         super().__init__(spec)
@@ -87,7 +88,7 @@ class MuonByOwner(Muon):
             slot.value.add_(rows[slot.name], alpha=-length)
 
     def _ahead(self, slot: Slot) -> Tensor:
-        """Nesterov's momentum."""
+        """Return Nesterov's momentum."""
         momentum = slot.state["momentum"].lerp_(slot.grad, 1 - self._spec.momentum)
         return slot.grad.lerp(momentum, self._spec.momentum).to(WIRE)
 
@@ -100,7 +101,7 @@ class MuonByOwner(Muon):
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:
-    """Views, so that they are changed in place."""
+    """Return the matrices of a stack as views, so that they are changed in place."""
     if stack.ndim == 2:
         return [stack]
     return [matrix for part in stack.unbind() for matrix in _matrices(part)]

@@ -1,4 +1,4 @@
-"""Applies rules to parameters: learning rates, clipping, rows at a time, what became of each update."""
+"""Apply rules to parameters: learning rates, clipping, a few rows at a time, and what took effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = byte_sizes.UPDATE_CHUNK
 
 
 class Optimizer:
-    """State is made at once, so that a model too large for its optimizer fails before the first step and not after."""
+    """Updates parameters. It makes its state at once, so that too large a model fails before the first step."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class Optimizer:
         by_row: bool = False,
         in_rounds: RoundRule | None = None,
     ) -> None:
-        """`by_row`: what became of an update is summed row by row, so that it does not depend on which rows of a
-        parameter are here. `in_rounds`: one of the rules, which all ranks apply together."""
+        """`by_row`: sum an update's effect row by row, so that it does not depend on which rows of a parameter this
+        rank has. `in_rounds`: one of the rules, which all ranks apply together."""
         self._parameters = dict(named_parameters)
         self._rules, self._master = rules, master
         self._decay = {name: weight_decay if tensor.ndim >= 2 else 0.0 for name, tensor in named_parameters}
@@ -46,15 +46,15 @@ class Optimizer:
         self._by_row, self._in_rounds = by_row, in_rounds
 
     def why_not_whole(self, name: str, live: Tensor) -> str:
-        """Why this parameter goes through several operations; empty if its rule reads, updates and writes in one."""
+        """Return why this parameter needs several operations; empty if its rule updates it in one kernel."""
         if not self._master.halves or (live.dtype != torch.float32 and name not in self._master.state()):
             return f"{type(self._master).__name__} writes weights in a way of its own"
         return self._rules[name].why_not_whole(live)
 
     @torch.no_grad()
     def update(self, gradients: MutableMapping[str, Tensor], lr: float, scale: float = 1.0) -> None:
-        """One step of the parameters that have a gradient: finite, and to be multiplied by `scale`. Each is taken out
-        of `gradients`, and is gone once it is used: those that take no room meanwhile make some for the others."""
+        """Update the parameters that have a gradient, which must be finite and is multiplied by `scale`. Each gradient
+        is removed from `gradients` and freed once it is used, so that the next ones have room."""
         for name in gradients:
             self._steps[name] += 1
         self._update_whole({name: gradients.pop(name) for name in [*gradients] if name in self._whole}, lr, scale)
@@ -66,7 +66,7 @@ class Optimizer:
             gradient = gradients.pop(name)
             for rows in self._in_rows(name):
                 count = gradient[rows].numel()
-                if pieces and numbers + count > CHUNK:  # before it is widened: what is held at once is bounded
+                if pieces and numbers + count > CHUNK:  # before this one is converted to fp32: bounds the memory
                     self._apply(pieces)
                     pieces, numbers = [], 0
                 pieces.append(self._piece(name, rows, gradient[rows], lr, scale))
@@ -76,7 +76,7 @@ class Optimizer:
 
     @property
     def workspace_bytes(self) -> int:
-        """At most held while an update is applied."""
+        """The most memory, in bytes, that an update holds."""
         named = [each for each in self._parameters.items() if each[0] not in self._whole]
         undivided = [tensor.numel() for name, tensor in named if not self._rules[name].by_rows]
         if self._in_rounds is not None:
@@ -85,31 +85,31 @@ class Optimizer:
         return byte_sizes.update_bytes([tensor.numel() for _, tensor in named], undivided, narrow=narrow)
 
     def drain_metrics(self) -> Metrics:
-        """What became of the updates since the last call."""
+        """Return how much of the updates since the last call took effect."""
         return metrics_of(self.drain_sums())
 
     def drain_sums(self) -> list[float]:
-        """The same as sums, of which those of other rows may be added; empty if there was no update."""
+        """Return the same as sums, to which other ranks' may be added; empty without an update."""
         tally, self._tally = self._tally, _Tally()
         return tally.numbers()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything beside the served weights that the next step depends on, by parameter name."""
+        """Return everything but the served weights that the next step depends on, by parameter name."""
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # moments that live on the host may be on their way there
+            torch.cuda.synchronize()  # moments may still be on their way to the host
         found = {f"{name}|{key}": value for name, slots in self._state.items() for key, value in slots.items()}
         found |= {f"{name}|master": value for name, value in self._master.state().items()}
         return found | {f"{name}|step": torch.tensor(step) for name, step in self._steps.items()}
 
     def cut(self) -> dict[str, Cut]:
-        """Where in the state of all ranks that of this one is, if it is cut in another way than its parameter."""
+        """Return where this rank's state is in that of all ranks, if it is not cut as its parameter is."""
         if self._in_rounds is None:
             return {}
         named = [name for name, rule in self._rules.items() if rule is self._in_rounds]
         return {f"{name}|{key}": cut for name in named for key, cut in self._in_rounds.cut(name).items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """All of it or nothing."""
+        """Load a saved state; if it does not fit, change nothing."""
         ours = self.state()
         check_alike(ours, state, "optimizer: the saved state belongs to another model, optimizer or precision")
         for key, value in state.items():
@@ -150,7 +150,7 @@ class Optimizer:
                 rule.update_round(number, [])
 
     def _in_rows(self, name: str) -> Iterator[Rows]:
-        """A large parameter by rows, where the rule allows it."""
+        """Yield the rows of a large parameter in groups, if the rule allows it; otherwise all of it."""
         live = self._parameters[name]
         if live.numel() <= CHUNK or not self._rules[name].by_rows:
             yield ...
@@ -170,7 +170,7 @@ class Optimizer:
         return _ParameterSlice(slot, live.detach()[rows], rows)
 
     def _apply(self, pieces: list[_ParameterSlice], update: Callable[[Sequence[Slot]], None] | None = None) -> None:
-        """`update`: of all of them, instead of each by its rule."""
+        """Update pieces by `update`, or else each by its rule; then store them and sum the effect."""
         slots = [piece.slot for piece in pieces]
         look = _Look(pieces, by_row=self._by_row)
         if update is None:
@@ -199,13 +199,13 @@ class _ParameterSlice:
 
 
 class _Look:
-    """What became of an update: taken before it, compared after it, counted on the device."""
+    """Measures an update's effect: copies values before it, compares after it, sums on the device."""
 
     def __init__(self, pieces: Sequence[_ParameterSlice], *, by_row: bool) -> None:
         self._pieces, self._by_row = pieces, by_row
         self._narrow = any(piece.live.dtype != torch.float32 for piece in pieces)
         self._old = _flat([piece.slot.value for piece in pieces]).clone()
-        self._had_gradient = _flat([piece.slot.grad for piece in pieces]) != 0  # now: a rule may overwrite it
+        self._had_gradient = _flat([piece.slot.grad for piece in pieces]) != 0  # before the rule overwrites it
         self._served = _flat([piece.live for piece in pieces]).clone() if self._narrow else self._old
 
     def after(self, stored: Sequence[Tensor]) -> Tensor:
@@ -213,7 +213,7 @@ class _Look:
         changed = kept != self._old
         update = wanted - self._old
         energy = torch.linalg.vector_norm(update).square()
-        # How much of the way was not gone. Float32 weights are the wanted values themselves.
+        # The part of the update that was lost. Float32 weights are the wanted values themselves.
         lost = torch.dot(wanted - kept, update) if self._narrow else torch.zeros_like(energy)
         serves = _flat([piece.live for piece in self._pieces]) if self._narrow else kept
         counts = [self._had_gradient, self._had_gradient & changed, serves != self._served, changed]
@@ -234,7 +234,7 @@ class _Look:
 
 
 class _Tally:
-    """Sums over a step; read once."""
+    """Adds up sums over a step, on the device; they are read once."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
@@ -247,7 +247,7 @@ class _Tally:
 
 
 def metrics_of(sums: Sequence[float]) -> Metrics:
-    """`sums`: what `Optimizer.drain_sums` returns, or such numbers of several ranks added up."""
+    """Return the metrics. `sums`: those of `Optimizer.drain_sums`, or several ranks' added up."""
     if not sums:
         return {}
     energy, lost, with_gradient, effective, served, stored, total = sums

@@ -1,4 +1,4 @@
-"""Learning rate as a share of its peak, by step of the stage."""
+"""The learning rate as a share of its peak, by step of the stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.spec.optim import CosineSchedule, LinearSchedule, ScheduleSpec
 
 
 def lr_share(spec: ScheduleSpec, step: int, steps: int) -> float:
-    """`step` counts from 0. The first step after the warm-up is at the peak, the last one at `final`."""
+    """Return the share at `step`, from 0 on: the peak right after the warm-up, `final` at the last step."""
     if step < spec.warmup_steps:
         return (step + 1) / (spec.warmup_steps + 1)
     done = (step - spec.warmup_steps) / max(1, steps - 1 - spec.warmup_steps)

@@ -1,7 +1,7 @@
-"""What an optimizer is here: a rule that changes fp32 values in place, given fp32 gradients.
+"""Define update rules: a rule changes fp32 values in place, given fp32 gradients.
 
-Where the weights really live (fp32, or bf16 with or without the bits that it lacks) is `master`'s business;
-clipping and learning rates are `optimizer`'s. So each rule is one short file and works with all of them.
+`master_weights` stores the weights (fp32, or bf16 with or without the bits that it lacks); `optimizer` clips gradients
+and sets learning rates. So each rule is one short file and works with all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Slot:
-    """One parameter, or some rows of it, on its way through an update."""
+    """One parameter, or some of its rows, during an update."""
 
     name: str
     value: Tensor
@@ -23,9 +23,9 @@ class Slot:
     grad: Tensor
     """fp32, clipped, finite. The rule may overwrite it."""
     state: dict[str, Tensor]
-    """What `init` made, changed in place."""
+    """The tensors that `init` made; the rule changes them in place."""
     step: int
-    """Updates of this parameter so far, this one included: 1 at the first."""
+    """Number of this update of the parameter, from 1 on."""
     lr: float
     decay: float
     """Decoupled weight decay: value -= lr * decay * value."""
@@ -33,7 +33,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One parameter where it lies, for a rule that does reading, updating, writing and counting in one go."""
+    """One parameter in place, for a rule that reads, updates, writes and counts in one kernel."""
 
     live: Tensor
     low: Tensor | None
@@ -49,16 +49,16 @@ class Whole:
 
 class UpdateRule(Protocol):
     by_rows: bool
-    """Rows of a parameter (along dim 0) may be updated apart from each other; every state tensor has the same rows."""
+    """Whether rows of a parameter (along dim 0) may be updated separately; every state tensor has the same rows."""
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]: ...
     def update(self, slots: Sequence[Slot]) -> None: ...
     def why_not_whole(self, live: Tensor) -> str:
-        """Why `update_whole` is not for this parameter; empty if it is."""
+        """Return why `update_whole` cannot take this parameter; empty if it can."""
         ...
 
     def update_whole(self, wholes: Sequence[Whole]) -> Tensor:
-        """What became of it, as optim/optimizer.py counts it: six numbers, on the device."""
+        """Update the parameters. Return the six sums of optim/optimizer.py, on the device."""
         ...
 
 
@@ -70,28 +70,28 @@ class Cut(NamedTuple):
 
 
 class RoundRule(UpdateRule, Protocol):
-    """A rule that ranks, which have some rows each, apply together: round after round, each of some parameters."""
+    """A rule that ranks with some rows each apply together, in rounds over some parameters each."""
 
     @property
     def rounds(self) -> Sequence[Sequence[str]]:
-        """Names of all parameters of the rule, also of those of which this rank has no row. A name may be empty."""
+        """All of the rule's parameters by round, also those without a row on this rank. A name may be empty."""
         ...
 
     def update_round(self, number: int, slots: Sequence[Slot]) -> None:
-        """Called by all ranks in every round. `slots`: this rank's rows of those that have a gradient."""
+        """Update a round's parameters; all ranks call it. `slots`: this rank's rows of those with a gradient."""
         ...
 
     def cut(self, name: str) -> Mapping[str, Cut]:
-        """How the state of a parameter is cut into rows, by key."""
+        """Return where this rank's rows of a parameter's state are, by key."""
         ...
 
     def most_numbers(self) -> int:
-        """How many numbers a round has at most on this rank."""
+        """Return the most numbers that this rank holds in a round."""
         ...
 
 
 class ByParts:
-    """A rule of torch's operations, one after the other."""
+    """A rule of several torch operations, without a kernel of its own."""
 
     def why_not_whole(self, live: Tensor) -> str:
         return f"{type(self).__name__} has no kernel of its own"
