@@ -73,6 +73,7 @@ def policy_by_rows(
         elif first != torch.float32:
             narrow(module, torch.device("cpu"), None)
         hosts = Hosts(crew.rank, crew.ranks, crew.shards, crew.device, crew.timeout)
+        crew.groups += hosts.groups
         rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick)
         adopt = master.adopt if narrowed and not options["lora"] else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)

@@ -29,12 +29,13 @@ class Hosts:
         self._same_rows: Any = None
         if self.count == 1:
             self.mesh = init_device_mesh(device.type, (ranks,))
+            self.groups: list[Any] = [self.mesh.get_group()]
             return
         numbers = torch.arange(ranks).view(self.count, shards)
         of_host, _ = dist.new_subgroups_by_enumeration(numbers.tolist(), timeout=timeout)
         self._same_rows, _ = dist.new_subgroups_by_enumeration(numbers.t().tolist(), timeout=timeout)
-        groups: Any = [self._same_rows, of_host]
-        both = DeviceMesh.from_group(groups, device.type, mesh=numbers, mesh_dim_names=("hosts", "rows"))
+        self.groups = [self._same_rows, of_host]
+        both = DeviceMesh.from_group(self.groups, device.type, mesh=numbers, mesh_dim_names=("hosts", "rows"))
         self.mesh = both["rows"]
 
     def apart(self, of_ranks: Sequence[bool]) -> list[list[bool]]:

@@ -24,7 +24,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -113,6 +113,8 @@ class Crew:
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
         self.group: Any = dist.group.WORLD
+        self.groups: list[Any] = [self.group]
+        """All process groups in whose collectives this rank may wait. When a rank is lost, they are aborted."""
 
     # --- orders
 
@@ -272,8 +274,7 @@ class Crew:
         if self._children is not None:
             self._children.kill()  # their sockets close, so that a collective of ours ends
         if self.device.type == "cuda":
-            with suppress(Exception):
-                self.group._get_backend(self.device).abort()
+            abort_all(self.groups, self.device)
 
     def _refuse_if_broken(self) -> None:
         if self._broken or self._failed_here:
@@ -312,6 +313,18 @@ class Crew:
         finally:
             self._waiting = ()
         self._refuse_if_broken()
+
+
+def abort_all(groups: Iterable[Any], device: torch.device) -> None:
+    """Abort the collectives of all these groups, so that threads that wait in them go on. Each abort has a thread of its
+    own: NCCL's may wait for a communicator of which another thread has a collective in flight."""
+
+    def abort(group: Any) -> None:
+        with suppress(Exception):
+            group._get_backend(device).abort()
+
+    for group in groups:
+        threading.Thread(target=abort, args=(group,), name="abort", daemon=True).start()
 
 
 class _Watcher:

@@ -61,7 +61,7 @@ class CrewTrainer(TreeTrainer):
         self._deployer: Any = None
         for name, handler in {
             "backward": self._do_backward, "update": self._do_update, "fingerprint": self._do_fingerprint,
-            "score": self._do_score, "base": self._do_base, "snapshot": self._do_snapshot, "load": self._do_load,
+            "state": self._do_state, "score": self._do_score, "base": self._do_base, "snapshot": self._do_snapshot, "load": self._do_load,
         }.items():  # fmt: skip
             crew.handle(name, handler)
 
@@ -225,8 +225,7 @@ class CrewTrainer(TreeTrainer):
 
     def _snapshot(self, *, deploy: bool) -> Callable[[Path], None]:
         """Every rank copies what it holds; what is returned has all of them write."""
-        if self._crew.shards < self._crew.ranks:
-            self.fingerprints()  # the first host writes for all
+        self._compare_unwritten()
         self._saves += 1
         number, clock = self._saves, self._clock()
         self._crew.order("snapshot", number=number, deploy=deploy)
@@ -239,6 +238,21 @@ class CrewTrainer(TreeTrainer):
             (directory / "trainer.json").write_text(json.dumps(clock))
 
         return write
+
+    def _compare_unwritten(self) -> None:
+        """RanksDiverged where a rank holds other weights or optimizer state than the rank that writes them for it."""
+        shards, ranks = 1 if self._held_by_all else self._crew.shards, self._crew.ranks
+        if shards == ranks:
+            return
+        self.fingerprints()
+        answers = list(enumerate(self._crew.order("state")))
+        for shard in range(shards):
+            compare_replicas(dict(answers[shard::shards]))
+
+    def _do_state(self) -> dict[str, str]:
+        """Return the digest of each tensor of the optimizer's state that this rank has."""
+        pieces = [(key, tensor, 0, 0) for key, tensor in self._optimizer.state().items()]
+        return {key: str(number) for (key, *_), number in zip(pieces, digest.pieces(pieces), strict=True)}
 
     def _do_snapshot(self, number: int, *, deploy: bool) -> None:
         self._row_save.free()
