@@ -144,6 +144,13 @@ def call_off(store: Any) -> None:
     crew.call_off(store)
 
 
+def refuse(store: Any, rank: int, error: Exception) -> None:
+    """Let the ranks that wait for this one end, and say why: it does not come."""
+    from tandem.train import crew
+
+    crew.refuse(store, rank, error)
+
+
 def rank_files(crew: Crew, spec: RlSpec) -> RankFiles:
     """Return this rank's end of versions that travel as files."""
     from tandem.bridge.files.rank_files import RankFiles

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ class Crew(Protocol):
     @property
     def hosts(self) -> list[str]: ...  # the name of each rank's host
     def order(self, name: str, **what: Any) -> list[Any]: ...
+    def lost_by_now(self) -> str: ...  # which rank is lost, after a look at all of them; empty if none is
     def close(self) -> None: ...  # lets the other ranks go
 
 
@@ -68,12 +69,20 @@ def is_follower() -> bool:
 
 
 @contextmanager
-def leading() -> Iterator[None]:
-    """Wrap a command that trains. If a launcher started ranks but nothing was trained, let the other ranks end."""
+def launched() -> Iterator[None]:
+    """Wrap a command that trains, on every rank that a launcher started. If this one ends before the ranks have met,
+    those that wait for it end, too."""
     try:
         yield
+    except Exception as error:
+        if is_follower():
+            from tandem.build import crew as build
+
+            build.refuse(_given_store(), int(os.environ["RANK"]), error)
+        raise
     finally:
-        if given_by_launcher() is not None:  # crew_of hides it once the ranks have met
+        given = given_by_launcher()  # crew_of hides it once the ranks have met
+        if given is not None and given[0] == 0:
             from tandem.build import crew as build
 
             build.call_off(_given_store())
@@ -108,19 +117,42 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
         local_rank, local_ranks = _local() if processes is None else (0, spec.parallel.ranks)
         crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
         _hide_launcher()
-        if processes is None:
-            refuse_unreachable(crew, spec)
-            refuse_unseen(crew, directory)
-        yield crew
+        if processes is not None:
+            yield crew
+        else:
+            with _launcher_heard(crew):
+                refuse_unreachable(crew, spec)
+                refuse_unseen(crew, directory)
+                yield crew
     finally:
-        if crew is not None and crew.broken and processes is None:
-            # The launcher sends SIGTERM once a rank has ended. This one ends, too, and first says which rank was lost.
-            with suppress(ValueError):  # another thread than the main one
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if crew is not None:
             crew.close()
         if processes is not None:
             processes.close(grace_s=0.0 if crew is None or crew.broken else 10.0)
+
+
+@contextmanager
+def _launcher_heard(crew: Crew) -> Iterator[None]:
+    """A launcher sends SIGTERM when someone ends the run, and also once a rank has ended. Find out which: after a loss
+    SIGTERM is ignored, because this process ends by itself, and first says which rank was lost."""
+    usual: Any = signal.getsignal(signal.SIGTERM)
+
+    def heard(number: int, frame: Any) -> None:
+        if crew.lost_by_now():
+            return
+        if not callable(usual):
+            raise SystemExit(128 + number)
+        usual(number, frame)
+
+    try:
+        signal.signal(signal.SIGTERM, heard)
+    except ValueError:  # another thread than the main one: signals are not this run's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if crew.broken else usual)
 
 
 def refuse_unreachable(crew: Crew, spec: RunSpec) -> None:
