@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import optimizers, training
+from tandem.io.file_system import file_system_of
 from tandem.io.shared_directory import why_unseen
 from tandem.protocols import Trainer
 from tandem.spec.load import parse_spec
@@ -204,6 +205,7 @@ class Member:
         self._crew.shards = self._spec.parallel.row_shards
         training.settle_torch(self._spec)
         self._crew.handle("see", self._see)
+        self._crew.handle("file_system", lambda path: file_system_of(Path(path)))
         self._crew.handle("model", self._model)
         self._crew.handle("trainer", self._trainer)
         self._crew.handle("send", self._send)  # on rank 0 its bridge takes this order over

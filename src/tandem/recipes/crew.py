@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.errors import RankLost, SpecError
+from tandem.io.file_system import mixes_writers
 from tandem.io.shared_directory import token_in
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, hosts_by_launcher, loopback_only
 from tandem.spec.load import parse_spec
@@ -123,6 +124,7 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
             with _launcher_heard(crew):
                 refuse_unreachable(crew, spec)
                 refuse_unseen(crew, directory)
+                refuse_mixed_writers(crew, spec, directory)
                 yield crew
     finally:
         if crew is not None:
@@ -177,6 +179,24 @@ def refuse_unseen(crew: Crew, directory: Path) -> None:
                 f"--run-dir {directory}: rank {rank} on host {crew.hosts[rank]} does not see it: {why}; name a "
                 "directory that all hosts share, by the same absolute path in every command line"
             )
+
+
+def refuse_mixed_writers(crew: Crew, spec: RunSpec, directory: Path) -> None:
+    """SpecError where ranks of several hosts would write rows of one file, and a host may overwrite another's."""
+    if spec.model.lora is not None or len(set(crew.hosts[: spec.parallel.row_shards])) == 1:
+        return
+    written = {"--run-dir": directory}
+    if isinstance(spec, RlSpec) and (versions := getattr(spec.sync, "directory", "")):
+        written["sync.directory"] = Path(versions)
+    for field, path in written.items():
+        for rank, kind in enumerate(crew.order("file_system", path=str(path.absolute()))):
+            if mixes_writers(kind):
+                raise SpecError(
+                    f"{field} {path}: is on {kind} at rank {rank} on host {crew.hosts[rank]}, whose hosts write whole "
+                    f"pages of a file, and with parallel.hosts = {spec.parallel.hosts} ranks of several hosts write "
+                    "neighbouring rows: leave parallel.hosts out, or choose a directory on a file system that keeps "
+                    "hosts apart (Lustre, GPFS, CephFS)"
+                )
 
 
 async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> None:
