@@ -110,6 +110,8 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
 
     found: dict[str, Any] = {}
     lora, on_hosts = spec.model.lora is not None, spec.parallel.hosts > 1
+    if lora:
+        found["whole gradients keep no more than their bytes"] = kept_alone(model.policy.inner.rows)
     step()
     faults = ["a rotary table that differs", "a rank that is a version behind"] + ["an adapter that differs"] * lora
     faults += ["rows of a host that differ"] * on_hosts
@@ -157,6 +159,19 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
             "back": trainer.score(ids, 20) == before,
             "version": trainer.version,
         }
+    return found
+
+
+def kept_alone(rows: Any) -> list[bool]:
+    """Of each sum to come: whether its tensors keep no memory but their own."""
+    summed, found = rows._sum_of_whole, list[bool]()
+
+    def watched() -> dict[str, Any]:
+        made = summed()
+        found.append(all(each.untyped_storage().nbytes() == each.nbytes for each in made.values()))
+        return made
+
+    rows._sum_of_whole = watched
     return found
 
 

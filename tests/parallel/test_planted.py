@@ -65,6 +65,10 @@ def test_an_abort_that_waits_does_not_hold_up_the_others():
     assert last.wait(10)
 
 
+def test_gradients_of_adapters_keep_no_parts_of_other_ranks(found):
+    assert set(found["whole gradients keep no more than their bytes"]) == {True}
+
+
 def test_rows_that_every_host_holds_are_counted_and_written_once(found):
     assert found["digests of one host are those of whole tensors"]
 

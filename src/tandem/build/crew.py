@@ -73,7 +73,7 @@ def policy_by_rows(
             module, rows_of = stack.enter_context(files)
         elif first != torch.float32:
             narrow(module, torch.device("cpu"), None)
-        hosts = Hosts(crew.rank, crew.ranks, crew.shards, crew.device, crew.timeout)
+        hosts = Hosts(crew.rank, crew.ranks, crew.row_shards, crew.device, crew.timeout)
         crew.groups += hosts.groups
         rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick)
         adopt = master.adopt if narrowed and not options["lora"] else None
@@ -156,7 +156,7 @@ def rank_files(crew: Crew, spec: RlSpec) -> RankFiles:
     """Return this rank's end of versions that travel as files."""
     from tandem.bridge.files.rank_files import RankFiles
 
-    return RankFiles(crew, spec.sync.bridge, crew.shards)
+    return RankFiles(crew, spec.sync.bridge, crew.row_shards)
 
 
 def _rank_sender(crew: Crew, spec: RlSpec) -> Callable[[Mapping[str, Any], Weights], object]:
@@ -202,7 +202,7 @@ class Member:
 
     def begin(self, spec: dict[str, Any]) -> None:
         self._spec = parse_spec(spec)
-        self._crew.shards = self._spec.parallel.row_shards
+        self._crew.row_shards = self._spec.parallel.row_shards
         training.settle_torch(self._spec)
         self._crew.handle("see", self._see)
         self._crew.handle("file_system", lambda path: file_system_of(Path(path)))
@@ -251,7 +251,7 @@ class Member:
         if rows.held_by_all:
             return None
         hosts = rows.hosts
-        return RankGroup(hosts.shard, hosts.shards, self._crew.device, hosts.mesh.get_group(), self._crew.tick)
+        return RankGroup(hosts.row_shard, hosts.row_shards, self._crew.device, hosts.mesh.get_group(), self._crew.tick)
 
     def _send(self, link: dict[str, Any]) -> None:
         """Send this rank's rows when rank 0 sends its own."""

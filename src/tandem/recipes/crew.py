@@ -19,7 +19,7 @@ from tandem.errors import RankLost, SpecError
 from tandem.io.file_system import mixes_writers
 from tandem.io.shared_directory import token_in
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, hosts_by_launcher, loopback_only
-from tandem.spec.load import parse_spec
+from tandem.spec.ranks import on_ranks
 from tandem.spec.run import RlSpec, RunSpec
 
 
@@ -49,18 +49,6 @@ def as_launched(spec: RunSpec) -> RunSpec:
     `shares` stays the same, so that a run resumed on fewer ranks gives the same bytes."""
     given = given_by_launcher()
     return spec if given is None else on_ranks(spec, given[1], hosts_by_launcher(spec.parallel.hosts))
-
-
-def on_ranks(spec: RunSpec, ranks: int, hosts: int = 0) -> RunSpec:
-    """Return the spec with another number of ranks and hosts, checked again. A run of several ranks keeps its shares.
-    `hosts` = 0: all ranks are on one host."""
-    if (ranks, hosts) == (spec.parallel.ranks, spec.parallel.hosts):
-        return spec
-    shares = spec.parallel.shares
-    if not shares and spec.parallel.ranks > 1:
-        shares = max(spec.parallel.ranks, ranks)
-    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "hosts": hosts, "shares": shares}
-    return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
 
 
 def is_follower() -> bool:

@@ -93,7 +93,7 @@ class Crew:
         self.rank, self.ranks, self.device = rank, ranks, device
         self.host = socket.gethostname()
         self.timeout = timedelta(seconds=deadline_s)
-        self.shards = ranks
+        self.row_shards = ranks
         """Into how many runs of rows tensors are cut: ranks that are so far apart hold the same rows. Rank 0's spec
         says it, at `begin`."""
         self._deadline_s, self._children = deadline_s, children
@@ -343,8 +343,8 @@ class Crew:
 
 
 def abort_all(groups: Iterable[Any], device: torch.device) -> None:
-    """Abort the collectives of all these groups, so that threads that wait in them go on. Each abort has a thread of its
-    own: NCCL's may wait for a communicator of which another thread has a collective in flight."""
+    """Abort the collectives of all these groups, so that threads that wait in them go on. Each abort has a thread:
+    NCCL's may wait for a communicator of which another thread has a collective in flight."""
 
     def abort(group: Any) -> None:
         with suppress(Exception):
