@@ -28,12 +28,12 @@ class Crew:
         self.hosts, self._seen, self._kinds = hosts, seen, kinds
         self.broken = ""
 
-    def order(self, name: str, *, path: str, token: str = "") -> list[str]:
+    def order(self, name: str, **what: Any) -> list[str]:
         if name == "file_system":
             assert self._kinds is not None, "the directories are not asked for"
             return self._kinds
         assert name == "see"
-        return [why_unseen(Path(path), token), *(why_unseen(each, token) for each in self._seen)]
+        return [why_unseen(each, what["token"]) for each in (Path(what["path"]), *self._seen)]
 
     def lost_by_now(self) -> str:
         return ""
