@@ -30,6 +30,7 @@ SLOW = {
     "parallel/test_equal_bytes.py": "eighteen trainings on 1, 2 and 4 ranks",
     "parallel/test_planted.py": "ranks with wrong weights, in processes of their own",
     "parity/test_by_owner.py": "updates of three ranks beside one",
+    "parallel/test_launcher_ends.py": "runs under a launcher that end early",
     "parallel/test_two_agents.py": "whole runs under two agents of torchrun",
     "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
 }

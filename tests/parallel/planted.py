@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from crew_cases import recorded_group
 from safetensors.torch import load_file
 
@@ -39,6 +40,11 @@ class Planter:
 
     @torch.no_grad()
     def plant(self, what: str, *, back: bool) -> None:
+        if what == "optimizer state of a host that differs":
+            for key, tensor in self.member._made._optimizer.state().items() if self.crew.rank else ():
+                if key.endswith("|exp_avg"):
+                    tensor.mul_(0.5 if back else 2.0)  # exact, both ways
+            return
         rows = self.member._built.policy.inner.rows  # pyright: ignore[reportAttributeAccessIssue]
         if what == "rows swapped between ranks":
             mine = next(each.tensor for each in rows.local if each.name.endswith("q_proj.weight"))
@@ -104,6 +110,8 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
 
     found: dict[str, Any] = {}
     lora, on_hosts = spec.model.lora is not None, spec.parallel.hosts > 1
+    if lora:
+        found["whole gradients keep no more than their bytes"] = kept_alone(model.policy.inner.rows)
     step()
     faults = ["a rotary table that differs", "a rank that is a version behind"] + ["an adapter that differs"] * lora
     faults += ["rows of a host that differ"] * on_hosts
@@ -119,6 +127,13 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
             found[f"saved: {what}"] = saved(trainer, home / "diverged")
         crew.order("plant", what=what, back=True)
     if on_hosts:
+        known = set(map(id, crew.groups))
+        found["groups that no loss aborts"] = [str(group) for group in c10d._world.pg_map if id(group) not in known]
+        what = "optimizer state of a host that differs"
+        crew.order("plant", what=what, back=False)
+        found[f"saved: {what}"] = saved(trainer, home / "diverged")
+        crew.order("plant", what=what, back=True)
+        found["saved after all"] = saved(trainer, home / "equal")
         trainer.export("live")
         digests = trainer.fingerprints()
         model.policy.write_trained(home)
@@ -144,6 +159,19 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
             "back": trainer.score(ids, 20) == before,
             "version": trainer.version,
         }
+    return found
+
+
+def kept_alone(rows: Any) -> list[bool]:
+    """Of each sum to come: whether its tensors keep no memory but their own."""
+    summed, found = rows._sum_of_whole, list[bool]()
+
+    def watched() -> dict[str, Any]:
+        made = summed()
+        found.append(all(each.untyped_storage().nbytes() == each.nbytes for each in made.values()))
+        return made
+
+    rows._sum_of_whole = watched
     return found
 
 

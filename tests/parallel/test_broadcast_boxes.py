@@ -108,7 +108,7 @@ class Fleet:
         ends = reserve.take(num_ranks - 1 + num_workers * engines)
         self.ranks, self.workers = ends[: num_ranks - 1], ends[num_ranks - 1 :]
         self.bridge = BroadcastBridge(
-            bucket_bytes=BUCKET_BYTES, deadline_s=deadline_s, ranks=num_ranks, shards=num_ranks // hosts
+            bucket_bytes=BUCKET_BYTES, deadline_s=deadline_s, ranks=num_ranks, row_shards=num_ranks // hosts
         )
         self.meet(engines)
 

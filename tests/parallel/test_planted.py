@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from tandem.train.crew import abort_all
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +34,39 @@ def found(tmp_path_factory) -> dict[str, Any]:
         ("a rank that is a version behind", "version"),
         ("rows of a host that differ", "model.layers.0."),
         ("saved: rows of a host that differ", "model.layers.0."),
+        ("saved: optimizer state of a host that differs", "|"),
     ],
 )
 def test_ranks_that_differ_are_named(found, what, tensor):
     assert found[what].startswith("RanksDiverged: '")
     assert tensor in found[what]
     assert "differs on rank 1 from rank 0: all of them must hold the same" in found[what]
+
+
+def test_ranks_whose_optimizer_state_is_equal_save(found):
+    assert found["saved after all"] == "saved"
+
+
+def test_a_loss_aborts_every_group_in_which_a_rank_may_wait(found):
+    assert found["groups that no loss aborts"] == []
+
+
+def test_an_abort_that_waits_does_not_hold_up_the_others():
+    class Group:
+        def __init__(self, work: Callable[[], object]) -> None:
+            self.abort = work
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return self
+
+    last = threading.Event()
+    blocked = Group(threading.Event().wait)
+    abort_all([blocked, Group(lambda: 1 // 0), Group(last.set)], torch.device("cpu"))
+    assert last.wait(10)
+
+
+def test_gradients_of_adapters_keep_no_parts_of_other_ranks(found):
+    assert set(found["whole gradients keep no more than their bytes"]) == {True}
 
 
 def test_rows_that_every_host_holds_are_counted_and_written_once(found):

@@ -18,7 +18,7 @@ from tandem.errors import CheckpointError, RankLost
 from tandem.io import sealed_directory
 from tandem.ops.parts import rows_of
 from tandem.train import row_save
-from tandem.train.row_save import Held, RowSave, write_together
+from tandem.train.row_save import FileParts, RowSave, write_together
 from tandem.types import Part
 
 RANKS = 3
@@ -80,7 +80,7 @@ def state(number: int) -> dict[str, Tensor]:
     }
 
 
-def held(whole: Mapping[str, Tensor], rank: int) -> dict[str, Held]:
+def held(whole: Mapping[str, Tensor], rank: int) -> dict[str, FileParts]:
     parts = [
         Part(name, tensor[slice(*rows_of(7, rank, RANKS))].clone(), rows_of(7, rank, RANKS)[0], 0, (7, 4))
         for name, tensor in whole.items()
@@ -88,7 +88,7 @@ def held(whole: Mapping[str, Tensor], rank: int) -> dict[str, Held]:
     ]
     if rank == 0:
         parts.append(Part("w|step", whole["w|step"], 0, 0, ()))
-    return {"weights.safetensors": Held(parts), "deploy/model.safetensors": Held(parts[:1], {"format": "pt"})}
+    return {"weights.safetensors": FileParts(parts), "deploy/model.safetensors": FileParts(parts[:1], {"format": "pt"})}
 
 
 def test_files_are_those_of_one_writer(members: list[Member], tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_rank_that_cannot_write_fails_the_save_by_name(members: list[Member], 
     for rank, save in enumerate(saves):
         save.hold(1, held(state(1), rank))
     wrong = held(state(1), 2)["weights.safetensors"].parts[0]._replace(full_shape=(9, 4))
-    saves[2].hold(1, {"weights.safetensors": Held([wrong])})
+    saves[2].hold(1, {"weights.safetensors": FileParts([wrong])})
     with pytest.raises(CheckpointError, match=r"rank 2: CheckpointError: .*'w'"):
         written(saves, 1, tmp_path / "step-1")
     assert not (tmp_path / "step-1").exists()
@@ -198,7 +198,7 @@ def test_an_export_that_one_rank_cannot_write_fails_on_all(members: list[Member]
     def write(member: Member) -> str:
         files = held(state(1), member.rank)
         if member.rank == 1:
-            files["weights.safetensors"] = Held([Part("v", torch.ones(1), 0, 0, (1,))])
+            files["weights.safetensors"] = FileParts([Part("v", torch.ones(1), 0, 0, (1,))])
         try:
             write_together(member, tmp_path, files)
         except CheckpointError as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from tandem.build import optimizers
-from tandem.ops.owner_rounds import dealt, num_holders
+from tandem.ops.owner_rounds import num_holders, rounds_of_owners
 from tandem.ops.parts import rows_of
 from tandem.optim import master_weights
 from tandem.optim.by_owner import RankGroup
@@ -118,8 +118,8 @@ def test_scalars_of_the_state_are_on_one_rank(parts: Path) -> None:
 
 def test_tensors_are_dealt_by_cost_to_ranks_that_have_rows_of_them() -> None:
     shapes = {f"layer {n}": (64, 64) for n in range(8)} | {"large": (512, 64), "row": (1, 64), "norm": (64,)}
-    rounds = dealt(shapes, 4)
-    assert rounds == dealt(dict(reversed(shapes.items())), 4)
+    rounds = rounds_of_owners(shapes, 4)
+    assert rounds == rounds_of_owners(dict(reversed(shapes.items())), 4)
     names = [name for names in rounds for name in names if name]
     assert sorted(names) == sorted(shapes)
     assert rounds[0][0] == "large"

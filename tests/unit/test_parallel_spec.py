@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tandem.errors import SpecError
-from tandem.recipes.crew import as_launched, on_ranks
+from tandem.recipes.crew import as_launched
 from tandem.spec.load import parse_spec
+from tandem.spec.ranks import on_ranks
 
 SFT: dict[str, Any] = {
     "recipe": "sft", "model": {"preset": "tiny"}, "data": {"kind": "file", "path": "rows.jsonl"},
@@ -112,6 +113,12 @@ def test_another_number_of_ranks_leaves_hosts_out_that_were_not_said():
     assert on_ranks(spec, 4, 2) is spec
     assert on_ranks(spec, 1).parallel.hosts == 0
     assert (on_ranks(spec, 4, 4).parallel.hosts, on_ranks(spec, 4, 4).parallel.shares) == (4, 4)
+
+
+def test_a_run_that_goes_on_keeps_shares_that_were_not_said_and_a_plan_counts_them_again():
+    spec = parse_spec(changed(SFT, {"parallel": {"ranks": 4}}))
+    assert [on_ranks(spec, ranks).parallel.num_shares for ranks in (2, 8)] == [4, 8]
+    assert [on_ranks(spec, ranks, goes_on=False).parallel.num_shares for ranks in (2, 8)] == [2, 8]
 
 
 def test_more_ranks_than_shares_are_refused_where_shares_were_said():

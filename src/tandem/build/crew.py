@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import optimizers, training
+from tandem.io.file_system import file_system_of
 from tandem.io.shared_directory import why_unseen
 from tandem.protocols import Trainer
 from tandem.spec.load import parse_spec
@@ -72,7 +73,8 @@ def policy_by_rows(
             module, rows_of = stack.enter_context(files)
         elif first != torch.float32:
             narrow(module, torch.device("cpu"), None)
-        hosts = Hosts(crew.rank, crew.ranks, crew.shards, crew.device, crew.timeout)
+        hosts = Hosts(crew.rank, crew.ranks, crew.row_shards, crew.device, crew.timeout)
+        crew.groups += hosts.groups
         rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick)
         adopt = master.adopt if narrowed and not options["lora"] else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)
@@ -143,11 +145,18 @@ def call_off(store: Any) -> None:
     crew.call_off(store)
 
 
+def refuse(store: Any, rank: int, error: Exception) -> None:
+    """Let the ranks that wait for this one end, and say why: it does not come."""
+    from tandem.train import crew
+
+    crew.refuse(store, rank, error)
+
+
 def rank_files(crew: Crew, spec: RlSpec) -> RankFiles:
     """Return this rank's end of versions that travel as files."""
     from tandem.bridge.files.rank_files import RankFiles
 
-    return RankFiles(crew, spec.sync.bridge, crew.shards)
+    return RankFiles(crew, spec.sync.bridge, crew.row_shards)
 
 
 def _rank_sender(crew: Crew, spec: RlSpec) -> Callable[[Mapping[str, Any], Weights], object]:
@@ -193,9 +202,10 @@ class Member:
 
     def begin(self, spec: dict[str, Any]) -> None:
         self._spec = parse_spec(spec)
-        self._crew.shards = self._spec.parallel.row_shards
+        self._crew.row_shards = self._spec.parallel.row_shards
         training.settle_torch(self._spec)
         self._crew.handle("see", self._see)
+        self._crew.handle("file_system", lambda path: file_system_of(Path(path)))
         self._crew.handle("model", self._model)
         self._crew.handle("trainer", self._trainer)
         self._crew.handle("send", self._send)  # on rank 0 its bridge takes this order over
@@ -241,7 +251,7 @@ class Member:
         if rows.held_by_all:
             return None
         hosts = rows.hosts
-        return RankGroup(hosts.shard, hosts.shards, self._crew.device, hosts.mesh.get_group(), self._crew.tick)
+        return RankGroup(hosts.row_shard, hosts.row_shards, self._crew.device, hosts.mesh.get_group(), self._crew.tick)
 
     def _send(self, link: dict[str, Any]) -> None:
         """Send this rank's rows when rank 0 sends its own."""

@@ -287,7 +287,7 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path, crew: Crew 
                 deadline_s=sync.deadline_s,
                 backend=sync.backend,
                 ranks=spec.parallel.ranks,
-                shards=spec.parallel.row_shards,
+                row_shards=spec.parallel.row_shards,
             )
             return _of_ranks(crew, broadcast)
         case AdapterBroadcastSync():

@@ -82,19 +82,17 @@ def train(
     if go_on and run_dir is None:
         raise typer.BadParameter("--go-on: needs --run-dir, the directory of the run")
     from tandem.recipes import resume, run
-    from tandem.recipes.crew import as_launched, follow, is_follower, leading
+    from tandem.recipes.crew import as_launched, follow, is_follower, launched
     from tandem.runs.failure_diagnosis import exits_by_class
 
-    with exits_by_class():
+    with exits_by_class(), launched():
         checked = as_launched(checked)
         if is_follower():
             follow(checked, run_dir)
-            return
-        with leading():
-            if go_on and run_dir is not None and (run_dir / "spec.toml").exists():
-                resume(run_dir, ranks=checked.parallel.ranks, hosts=checked.parallel.hosts)
-            else:
-                run(checked, run_dir, rehearse=rehearse)
+        elif go_on and run_dir is not None and (run_dir / "spec.toml").exists():
+            resume(run_dir, ranks=checked.parallel.ranks, hosts=checked.parallel.hosts)
+        else:
+            run(checked, run_dir, rehearse=rehearse)
 
 
 @app.command()

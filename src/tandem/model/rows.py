@@ -155,14 +155,19 @@ class Rows:
     def _sum_of_whole(self) -> dict[str, Tensor]:
         gradients = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for _, tensor in self.whole]
         flat = torch.cat([gradient.float().flatten() for gradient in gradients])
+        del gradients
         for _, tensor in self.whole:
             tensor.grad = None
-        received = flat.new_empty(self.hosts.shards, flat.numel())
+        received = flat.new_empty(self.hosts.row_shards, flat.numel())
         dist.all_gather_into_tensor(received.view(-1), flat, group=self.hosts.mesh.get_group())
+        del flat
         total = self.added(list(received))
         self.add_hosts(total)
         pieces = total.split([tensor.numel() for _, tensor in self.whole])
-        return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(self.whole, pieces, strict=True)}
+        # Copies: a view would keep the parts of all ranks until the step ends.
+        return {
+            name: piece.view(tensor.shape).clone() for (name, tensor), piece in zip(self.whole, pieces, strict=True)
+        }
 
     def _taken_apart(self, unit: Any, flat: Tensor) -> dict[str, Tensor]:
         """Split a flat sum into parameters: it has the rows of each, padded to the same number of rows."""
@@ -190,7 +195,7 @@ class Rows:
                 continue
             self._names[id(parameter)] = name
             shape = tuple(parameter.shape)
-            top, bottom = rows_of(shape[0], self.hosts.shard, self.hosts.shards)
+            top, bottom = rows_of(shape[0], self.hosts.row_shard, self.hosts.row_shards)
             local = parameter.to_local().detach()
             assert local.shape[0] == bottom - top, f"FSDP2 cuts '{name}' otherwise than ops/parts.py"
             if bottom > top:

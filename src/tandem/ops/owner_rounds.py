@@ -23,7 +23,7 @@ def rows_held(parameter: Shape, shape: Shape, rank: int, ranks: int) -> tuple[in
     return rows_of(num_rows, rank, num_holders(parameter, ranks))
 
 
-def dealt(shapes: Mapping[str, Shape], ranks: int) -> list[list[str]]:
+def rounds_of_owners(shapes: Mapping[str, Shape], ranks: int) -> list[list[str]]:
     """Return rounds: in each, the name of the tensor that each rank owns, or nothing. The costliest tensor goes first,
     to the rank with the least to do of those that have rows of it; so the tensors of a round cost about the same."""
     owned: list[list[str]] = [[] for _ in range(ranks)]

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.ops.owner_rounds import Shape, dealt, most_numbers, rows_held
+from tandem.ops.owner_rounds import Shape, most_numbers, rounds_of_owners, rows_held
 from tandem.ops.parts import rows_and_cols
 from tandem.optim.update_rule import ByParts, Cut, Slot, UpdateRule
 
@@ -50,7 +50,7 @@ class Owners:
         self._ranks, self._dtype = ranks, dtype
         self.rank = ranks.rank
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self.rounds = dealt(self.shapes, ranks.ranks)
+        self.rounds = rounds_of_owners(self.shapes, ranks.ranks)
 
     def rows(self, name: str, shape: Shape) -> tuple[int, int]:
         """Return which rows this rank has of a tensor of this shape that belongs to a parameter."""

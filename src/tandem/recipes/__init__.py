@@ -23,7 +23,7 @@ from tandem.obs.report import write_report
 from tandem.obs.run_history import read_status
 from tandem.obs.trackers.tracker_process import TrackerTarget, openers
 from tandem.obs.trackers.tracker_queue import Feed
-from tandem.recipes.crew import crew_of, on_ranks, until_lost
+from tandem.recipes.crew import crew_of, until_lost
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import chain, classify_error
@@ -35,6 +35,7 @@ from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.data import FileData
 from tandem.spec.load import AnySpec, as_spec, to_toml
+from tandem.spec.ranks import on_ranks
 from tandem.spec.rollouts import AtroposRollouts
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 

@@ -10,15 +10,16 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.errors import RankLost, SpecError
+from tandem.io.file_system import mixes_writers
 from tandem.io.shared_directory import token_in
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, hosts_by_launcher, loopback_only
-from tandem.spec.load import parse_spec
+from tandem.spec.ranks import on_ranks
 from tandem.spec.run import RlSpec, RunSpec
 
 
@@ -30,6 +31,7 @@ class Crew(Protocol):
     @property
     def hosts(self) -> list[str]: ...  # the name of each rank's host
     def order(self, name: str, **what: Any) -> list[Any]: ...
+    def lost_by_now(self) -> str: ...  # which rank is lost, after a look at all of them; empty if none is
     def close(self) -> None: ...  # lets the other ranks go
 
 
@@ -49,18 +51,6 @@ def as_launched(spec: RunSpec) -> RunSpec:
     return spec if given is None else on_ranks(spec, given[1], hosts_by_launcher(spec.parallel.hosts))
 
 
-def on_ranks(spec: RunSpec, ranks: int, hosts: int = 0) -> RunSpec:
-    """Return the spec with another number of ranks and hosts, checked again. A run of several ranks keeps its shares.
-    `hosts` = 0: all ranks are on one host."""
-    if (ranks, hosts) == (spec.parallel.ranks, spec.parallel.hosts):
-        return spec
-    shares = spec.parallel.shares
-    if not shares and spec.parallel.ranks > 1:
-        shares = max(spec.parallel.ranks, ranks)
-    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "hosts": hosts, "shares": shares}
-    return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
-
-
 def is_follower() -> bool:
     """Return whether a launcher started this process as a rank other than 0."""
     given = given_by_launcher()
@@ -68,12 +58,20 @@ def is_follower() -> bool:
 
 
 @contextmanager
-def leading() -> Iterator[None]:
-    """Wrap a command that trains. If a launcher started ranks but nothing was trained, let the other ranks end."""
+def launched() -> Iterator[None]:
+    """Wrap a command that trains, on every rank that a launcher started. If this one ends before the ranks have met,
+    those that wait for it end, too."""
     try:
         yield
+    except Exception as error:
+        if is_follower():
+            from tandem.build import crew as build
+
+            build.refuse(_given_store(), int(os.environ["RANK"]), error)
+        raise
     finally:
-        if given_by_launcher() is not None:  # crew_of hides it once the ranks have met
+        given = given_by_launcher()  # crew_of hides it once the ranks have met
+        if given is not None and given[0] == 0:
             from tandem.build import crew as build
 
             build.call_off(_given_store())
@@ -108,19 +106,43 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
         local_rank, local_ranks = _local() if processes is None else (0, spec.parallel.ranks)
         crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
         _hide_launcher()
-        if processes is None:
-            refuse_unreachable(crew, spec)
-            refuse_unseen(crew, directory)
-        yield crew
+        if processes is not None:
+            yield crew
+        else:
+            with _launcher_heard(crew):
+                refuse_unreachable(crew, spec)
+                refuse_unseen(crew, directory)
+                refuse_mixed_writers(crew, spec, directory)
+                yield crew
     finally:
-        if crew is not None and crew.broken and processes is None:
-            # The launcher sends SIGTERM once a rank has ended. This one ends, too, and first says which rank was lost.
-            with suppress(ValueError):  # another thread than the main one
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if crew is not None:
             crew.close()
         if processes is not None:
             processes.close(grace_s=0.0 if crew is None or crew.broken else 10.0)
+
+
+@contextmanager
+def _launcher_heard(crew: Crew) -> Iterator[None]:
+    """A launcher sends SIGTERM when someone ends the run, and also once a rank has ended. Find out which: after a loss
+    SIGTERM is ignored, because this process ends by itself, and first says which rank was lost."""
+    usual: Any = signal.getsignal(signal.SIGTERM)
+
+    def heard(number: int, frame: Any) -> None:
+        if crew.lost_by_now():
+            return
+        if not callable(usual):
+            raise SystemExit(128 + number)
+        usual(number, frame)
+
+    try:
+        signal.signal(signal.SIGTERM, heard)
+    except ValueError:  # another thread than the main one: signals are not this run's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if crew.broken else usual)
 
 
 def refuse_unreachable(crew: Crew, spec: RunSpec) -> None:
@@ -145,6 +167,24 @@ def refuse_unseen(crew: Crew, directory: Path) -> None:
                 f"--run-dir {directory}: rank {rank} on host {crew.hosts[rank]} does not see it: {why}; name a "
                 "directory that all hosts share, by the same absolute path in every command line"
             )
+
+
+def refuse_mixed_writers(crew: Crew, spec: RunSpec, directory: Path) -> None:
+    """SpecError where ranks of several hosts would write rows of one file, and a host may overwrite another's."""
+    if spec.model.lora is not None or len(set(crew.hosts[: spec.parallel.row_shards])) == 1:
+        return
+    written = {"--run-dir": directory}
+    if isinstance(spec, RlSpec) and (versions := getattr(spec.sync, "directory", "")):
+        written["sync.directory"] = Path(versions)
+    for field, path in written.items():
+        for rank, kind in enumerate(crew.order("file_system", path=str(path.absolute()))):
+            if mixes_writers(kind):
+                raise SpecError(
+                    f"{field} {path}: is on {kind} at rank {rank} on host {crew.hosts[rank]}, whose hosts write whole "
+                    f"pages of a file, and with parallel.hosts = {spec.parallel.hosts} ranks of several hosts write "
+                    "neighbouring rows: leave parallel.hosts out, or choose a directory on a file system that keeps "
+                    "hosts apart (Lustre, GPFS, CephFS)"
+                )
 
 
 async def until_lost(crew: Crew | None, training: Coroutine[Any, Any, None]) -> None:

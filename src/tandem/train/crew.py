@@ -24,7 +24,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -57,6 +57,16 @@ def call_off(store: Any) -> None:
     _prefixed(store).set("host/0", "")
 
 
+def refuse(store: Any, rank: int, error: Exception) -> None:
+    """Another rank than 0, before it has met the others: let those that wait for it end, and say why."""
+    _write_failed(_prefixed(store), rank, socket.gethostname(), type(error).__name__, str(error))
+
+
+def _write_failed(store: Any, rank: int, host: str, kind: str, text: str) -> None:
+    told = {"rank": rank, "host": host, "class": kind, "text": text[:_TEXT]}
+    store.compare_set("failed", "", json.dumps(told))
+
+
 def _prefixed(store: Any) -> Any:
     return dist.PrefixStore(_PREFIX, store)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -83,7 +93,7 @@ class Crew:
         self.rank, self.ranks, self.device = rank, ranks, device
         self.host = socket.gethostname()
         self.timeout = timedelta(seconds=deadline_s)
-        self.shards = ranks
+        self.row_shards = ranks
         """Into how many runs of rows tensors are cut: ranks that are so far apart hold the same rows. Rank 0's spec
         says it, at `begin`."""
         self._deadline_s, self._children = deadline_s, children
@@ -95,6 +105,8 @@ class Crew:
         self._waiting: Sequence[str] = ()
         self._ended = False
         self._asked_to_end_at = 0.0
+        self.hosts: list[str] = []
+        """The name of each rank's host, once all are there."""
         self._store = _prefixed(store)
         self._watched = self._store.clone()  # a wait of one thread holds its client
         self._set(f"host/{rank}", self.host)
@@ -113,6 +125,8 @@ class Crew:
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
         self.group: Any = dist.group.WORLD
+        self.groups: list[Any] = [self.group]
+        """All process groups in whose collectives this rank may wait. When a rank is lost, they are aborted."""
 
     # --- orders
 
@@ -232,6 +246,19 @@ class Crew:
         """Which rank is lost and why; empty while none is."""
         return self._broken
 
+    def lost_by_now(self) -> str:
+        """Rank 0, on any thread: return which rank is lost; empty once all others have shown a sign of life since the
+        call. A rank that shows none for a few seconds is lost."""
+        board = self.board()
+        silent = {rank: board.get(f"alive/{rank}") for rank in range(1, self.ranks)}
+        until = time.monotonic() + _EXPLAIN_S
+        while silent and not self._broken:
+            time.sleep(BEAT_S / 4)
+            silent = {rank: sign for rank, sign in silent.items() if board.get(f"alive/{rank}") == sign}
+            if silent and time.monotonic() > until:
+                self.lost(min(silent), f"shows no sign of life for {_EXPLAIN_S:g} s (it has died or stands still)")
+        return self._broken
+
     def ask_to_end(self) -> None:
         """Another rank than 0 got SIGTERM: rank 0 decides when the run ends, as long as it lives."""
         self._asked_to_end_at = self._asked_to_end_at or time.monotonic()
@@ -262,9 +289,9 @@ class Crew:
             self.lost(0, f"{type(error).__name__}: {error}")
         return RankLost(self._broken)
 
-    def lost(self, rank: int, why: str) -> None:
+    def lost(self, rank: int, why: str, host: str = "") -> None:
         """This rank is lost: no order is given any more, and every process of the crew ends."""
-        self._broken = self._broken or f"{self._called(rank)}: {why}"
+        self._broken = self._broken or f"rank {rank} on host {host or self._host_of(rank)}: {why}"
         self._tell_failed(rank, "RankLost", why)
         with suppress(Exception):
             for key in self._waiting:
@@ -272,23 +299,24 @@ class Crew:
         if self._children is not None:
             self._children.kill()  # their sockets close, so that a collective of ours ends
         if self.device.type == "cuda":
-            with suppress(Exception):
-                self.group._get_backend(self.device).abort()
+            abort_all(self.groups, self.device)
 
     def _refuse_if_broken(self) -> None:
         if self._broken or self._failed_here:
             raise RankLost(self._broken or f"{self._called(0)}: {self._failed_here}")
 
     def _called(self, rank: int) -> str:
-        return f"rank {rank} on host {self.hosts[rank] if hasattr(self, 'hosts') else self.host}"
+        return f"rank {rank} on host {self._host_of(rank)}"
+
+    def _host_of(self, rank: int) -> str:
+        return self.hosts[rank] if self.hosts else self.host
 
     def _sign(self, beat: int) -> str:
         return f"{beat} {self._order} {self._done} {self._ticks}"
 
     def _tell_failed(self, rank: int, kind: str, text: str) -> None:
-        told = json.dumps({"rank": rank, "class": kind, "text": text[:_TEXT]})
         with suppress(Exception):
-            self._watched.compare_set("failed", "", told)
+            _write_failed(self._watched, rank, self._host_of(rank), kind, text)
 
     def _watched_failed(self) -> bool:
         return bool(self._watched.check(["failed"]))
@@ -312,6 +340,18 @@ class Crew:
         finally:
             self._waiting = ()
         self._refuse_if_broken()
+
+
+def abort_all(groups: Iterable[Any], device: torch.device) -> None:
+    """Abort the collectives of all these groups, so that threads that wait in them go on. Each abort has a thread:
+    NCCL's may wait for a communicator of which another thread has a collective in flight."""
+
+    def abort(group: Any) -> None:
+        with suppress(Exception):
+            group._get_backend(device).abort()
+
+    for group in groups:
+        threading.Thread(target=abort, args=(group,), name="abort", daemon=True).start()
 
 
 class _Watcher:
@@ -362,9 +402,9 @@ class _Watcher:
         crew = self._crew
         why = told["text"] if told["class"] == "RankLost" else f"{told['class']}: {told['text']}"
         if crew.rank:
-            self._leave(f"{crew._called(told['rank'])}: {why}")
+            self._leave(f"rank {told['rank']} on host {told['host']}: {why}")
         elif told["rank"]:
-            crew.lost(told["rank"], why)
+            crew.lost(told["rank"], why, told["host"])
 
     def _look_at_children(self) -> None:
         crew = self._crew

@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.io import row_file
 from tandem.train import micro_wire
 from tandem.train.crew import Crew
-from tandem.train.row_save import Held, write_as_made, write_together
+from tandem.train.row_save import FileParts, write_as_made, write_together
 from tandem.types import MicroBatch, Part, TokenLogprobs
 
 _TRAINED = "weights.safetensors"
@@ -92,12 +92,14 @@ class CrewPolicy:
             return
         deployer = self.inner.row_deployer()
         parts = deployer.files(self.inner.written_parts(), self._crew.rank)
-        write_together(self._crew, Path(path), {file: Held(those, {"format": "pt"}) for file, those in parts.items()})
+        write_together(
+            self._crew, Path(path), {file: FileParts(those, {"format": "pt"}) for file, those in parts.items()}
+        )
         if self._crew.rank == 0:
             deployer.write_companions(Path(path))
 
     def _do_write_trained(self, path: str) -> None:
-        write_together(self._crew, Path(path), {_TRAINED: Held(self.inner.written_parts())})
+        write_together(self._crew, Path(path), {_TRAINED: FileParts(self.inner.written_parts())})
 
     @torch.no_grad()
     def _do_load_trained(self, path: str) -> None:

@@ -32,7 +32,7 @@ from tandem.train import balance, micro_wire
 from tandem.train.crew import Crew
 from tandem.train.gradient_tree import largest_of, norm_of, sum_in_steps
 from tandem.train.memory_accounting import size_bytes
-from tandem.train.row_save import Held, RowSave
+from tandem.train.row_save import FileParts, RowSave
 from tandem.train.tree_trainer import TreeTrainer, computed_tokens
 from tandem.types import Batch, Metrics, Part, Totals, WeightKind, Weights
 
@@ -61,7 +61,8 @@ class CrewTrainer(TreeTrainer):
         self._deployer: Any = None
         for name, handler in {
             "backward": self._do_backward, "update": self._do_update, "fingerprint": self._do_fingerprint,
-            "score": self._do_score, "base": self._do_base, "snapshot": self._do_snapshot, "load": self._do_load,
+            "state": self._do_state, "score": self._do_score, "base": self._do_base, "snapshot": self._do_snapshot,
+            "load": self._do_load,
         }.items():  # fmt: skip
             crew.handle(name, handler)
 
@@ -127,7 +128,7 @@ class CrewTrainer(TreeTrainer):
 
     def _counted(self, answers: Sequence[Any]) -> Sequence[Any]:
         """Return the answers of ranks that together hold every row once."""
-        return answers[: 1 if self._held_by_all else self._crew.shards]
+        return answers[: 1 if self._held_by_all else self._crew.row_shards]
 
     def _check_version(self, version: int) -> None:
         if version != self.version:
@@ -144,11 +145,11 @@ class CrewTrainer(TreeTrainer):
         """The digests of whole tensors, of the rows that each rank holds. RanksDiverged if ranks that must hold the
         same do not."""
         answers = list(enumerate(self._crew.order("fingerprint")))
-        shards = self._crew.shards
+        row_shards = self._crew.row_shards
         compare_replicas({rank: {"version": str(each["version"]), **each["replicas"]} for rank, each in answers})
-        for shard in range(shards):
-            compare_replicas({rank: each["rows"] for rank, each in answers[shard::shards]})
-        of_once = [answers[0][1]["replicas"], *(each["rows"] for _, each in answers[:shards])]
+        for shard in range(row_shards):
+            compare_replicas({rank: each["rows"] for rank, each in answers[shard::row_shards]})
+        of_once = [answers[0][1]["replicas"], *(each["rows"] for _, each in answers[:row_shards])]
         numbers = ((name, int(number)) for each in of_once for name, number in each.items())
         return {name: digest.text(number) for name, number in digest.combine(numbers).items()}
 
@@ -196,7 +197,7 @@ class CrewTrainer(TreeTrainer):
     def local_parts(self) -> dict[str, list[Part]]:
         """What this rank writes of `weights` and of `optimizer`. What all ranks hold is rank 0's, and rows that every
         host holds are the first host's."""
-        if self._crew.rank >= self._crew.shards:
+        if self._crew.rank >= self._crew.row_shards:
             return {"weights": [], "optimizer": []}
         mine = self._crew.rank == 0
         return {
@@ -225,8 +226,7 @@ class CrewTrainer(TreeTrainer):
 
     def _snapshot(self, *, deploy: bool) -> Callable[[Path], None]:
         """Every rank copies what it holds; what is returned has all of them write."""
-        if self._crew.shards < self._crew.ranks:
-            self.fingerprints()  # the first host writes for all
+        self._compare_unwritten()
         self._saves += 1
         number, clock = self._saves, self._clock()
         self._crew.order("snapshot", number=number, deploy=deploy)
@@ -240,18 +240,33 @@ class CrewTrainer(TreeTrainer):
 
         return write
 
+    def _compare_unwritten(self) -> None:
+        """RanksDiverged where a rank holds other weights or optimizer state than the rank that writes them for it."""
+        row_shards, ranks = 1 if self._held_by_all else self._crew.row_shards, self._crew.ranks
+        if row_shards == ranks:
+            return
+        self.fingerprints()
+        answers = list(enumerate(self._crew.order("state")))
+        for shard in range(row_shards):
+            compare_replicas(dict(answers[shard::row_shards]))
+
+    def _do_state(self) -> dict[str, str]:
+        """Return the digest of each tensor of the optimizer's state that this rank has."""
+        pieces = [(key, tensor, 0, 0) for key, tensor in self._optimizer.state().items()]
+        return {key: str(number) for (key, *_), number in zip(pieces, digest.pieces(pieces), strict=True)}
+
     def _do_snapshot(self, number: int, *, deploy: bool) -> None:
         self._row_save.free()
-        files: dict[str, Held] = {}
+        files: dict[str, FileParts] = {}
         for file, parts in self.local_parts().items():
             copies = self._copies[file].of({part.name: part.tensor for part in parts})
-            files[f"{file}.safetensors"] = Held([part._replace(tensor=copies[part.name]) for part in parts])
+            files[f"{file}.safetensors"] = FileParts([part._replace(tensor=copies[part.name]) for part in parts])
         trained = files["weights.safetensors"].parts
         self._copied_weights = {part.name: part.tensor for part in trained}
         if deploy and not self._held_by_all:
             self._deployer = self._deployer or self._ours.row_deployer()
             for name, parts in self._deployer.files(trained, self._crew.rank).items():
-                files[f"deploy/{name}"] = Held(parts, {"format": "pt"})
+                files[f"deploy/{name}"] = FileParts(parts, {"format": "pt"})
         self._row_save.hold(number, files)
 
     def _write_deployed(self, directory: Path, whole: Mapping[str, Tensor]) -> None:

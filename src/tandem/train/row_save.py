@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tandem.errors import CheckpointError, RankLost
 from tandem.io import row_file
+from tandem.io.rank_answers import tried, what_failed
 from tandem.types import Part
 
 _LOOK_S = 0.02
@@ -44,7 +45,7 @@ class Ranks(Protocol):
     def tick(self) -> None: ...
 
 
-class Held(NamedTuple):
+class FileParts(NamedTuple):
     """What this rank writes into a file. Rank 0 has some part of every tensor."""
 
     parts: Sequence[Part]
@@ -56,7 +57,7 @@ class RowSave:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._number, self._files = 0, dict[str, Held]()
+        self._number, self._files = 0, dict[str, FileParts]()
         self._listener: threading.Thread | None = None
         self._superseded = threading.Event()
 
@@ -67,7 +68,7 @@ class RowSave:
             self._listener.join()
             self._listener = None
 
-    def hold(self, number: int, files: Mapping[str, Held]) -> None:
+    def hold(self, number: int, files: Mapping[str, FileParts]) -> None:
         """Keep these parts for the save of this number. `files`: by their path in its directory."""
         self.free()
         self._superseded = threading.Event()
@@ -89,10 +90,9 @@ class RowSave:
             answers.append(json.loads(self._awaited(board, f"written/{number}/{rank}")))
         for key in (f"write/{number}", *(f"written/{number}/{rank}" for rank in range(1, self._ranks.ranks))):
             board.delete_key(key)
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                raise CheckpointError(f"rank {rank}: {answer['error']}")
-        _check_sizes(directory, sizes, [answer["bytes"] for answer in answers])
+        if failed := what_failed(answers):
+            raise CheckpointError(failed)
+        _check_sizes(directory, sizes, [answer["value"] for answer in answers])
 
     def _awaited(self, board: Any, key: str) -> str:
         while not board.check([key]):
@@ -112,16 +112,15 @@ class RowSave:
             board.set(f"written/{number}/{self._ranks.rank}", json.dumps(answer))
 
 
-def write_together(ranks: Ranks, directory: Path, files: Mapping[str, Held]) -> None:
+def write_together(ranks: Ranks, directory: Path, files: Mapping[str, FileParts]) -> None:
     """Inside an order, called by all ranks: write files at once, from where the tensors are."""
     sizes = _begun(directory, files) if ranks.rank == 0 else {}
     ranks.gather(None)
     answers = ranks.gather(_written(directory, files, ranks.tick))
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            raise CheckpointError(f"rank {rank}: {answer['error']}")
+    if failed := what_failed(answers):
+        raise CheckpointError(failed)
     if ranks.rank == 0:
-        _check_sizes(directory, sizes, [answer["bytes"] for answer in answers])
+        _check_sizes(directory, sizes, [answer["value"] for answer in answers])
 
 
 class Made(Protocol):
@@ -146,7 +145,7 @@ def write_as_made(ranks: Ranks, directory: Path, made: Made) -> None:
         made.write_companions(directory)
 
 
-def _begun(directory: Path, files: Mapping[str, Held]) -> Sizes:
+def _begun(directory: Path, files: Mapping[str, FileParts]) -> Sizes:
     sizes: Sizes = {}
     for file, held in files.items():
         (directory / file).parent.mkdir(exist_ok=True)
@@ -154,15 +153,15 @@ def _begun(directory: Path, files: Mapping[str, Held]) -> Sizes:
     return sizes
 
 
-def _written(directory: Path, files: Mapping[str, Held], tick: Callable[[], None]) -> dict[str, Any]:
-    """How many bytes of each file, or what failed: a full disk, a directory that this host does not see."""
-    try:
-        done = {
+def _written(directory: Path, files: Mapping[str, FileParts], tick: Callable[[], None]) -> dict[str, Any]:
+    """Return how many bytes of each file this rank has written, or what failed."""
+
+    def write() -> Sizes:
+        return {
             file: row_file.write_parts(directory / file, _ticking(held.parts, tick)) for file, held in files.items()
         }
-    except (OSError, CheckpointError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"bytes": done}
+
+    return tried(write)
 
 
 def _ticking(parts: Iterable[Part], tick: Callable[[], None]) -> Iterator[Part]:

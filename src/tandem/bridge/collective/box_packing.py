@@ -63,11 +63,11 @@ class BoxPacking:
     """Packs the versions of one connection."""
 
     def __init__(
-        self, address: ChannelAddress, replies: Sequence[Mapping[str, Any]], others: OtherRanks, shards: int
+        self, address: ChannelAddress, replies: Sequence[Mapping[str, Any]], others: OtherRanks, row_shards: int
     ) -> None:
-        """`replies`: of engines when they were attached; more may come. `shards`: into how many runs of rows each
+        """`replies`: of engines when they were attached; more may come. `row_shards`: into how many runs of rows each
         tensor is cut."""
-        self._address, self._replies, self._others, self._shards = address, replies, others, shards
+        self._address, self._replies, self._others, self._row_shards = address, replies, others, row_shards
         self._places: wire.Placement | None = None
         self._order: list[str] = []
         self._table: BoxTable | None = None
@@ -95,7 +95,7 @@ class BoxPacking:
         others = self._others.held(into, version, deadline)
         held = [first, *(each for each, _ in others)]
         try:
-            check_held(sizes, [each.places for each in held], self._shards)
+            check_held(sizes, [each.places for each in held], self._row_shards)
         except SyncError as error:
             raise SyncError(f"{mode}: version {version} was not sent: {error}") from error
         found = fingerprints(into, held, version, mode)

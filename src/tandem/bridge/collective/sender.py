@@ -77,17 +77,17 @@ class CollectiveBridge:
         *,
         roomy: bool,
         ranks: int = 1,
-        shards: int = 0,
+        row_shards: int = 0,
     ) -> None:
         """`device`: where the trainer's tensors are. `bucket_bytes`: 0 sends all in one bucket. `roomy`: the trainer's
-        GPU has memory for a second copy of what travels. `ranks`: of the trainer; this is the end of rank 0. `shards`:
-        into how many runs of rows each tensor is cut; 0: as many as ranks."""
+        GPU has memory for a second copy of what travels. `ranks`: of the trainer; this is the end of rank 0.
+        `row_shards`: into how many runs of rows each tensor is cut; 0: as many as ranks."""
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._host, self._bucket_bytes, self._deadline_s, self._roomy = host, bucket_bytes, deadline_s, roomy
         self._backend: Backend = backend
-        self._ranks, self._shards = ranks, shards or ranks
+        self._ranks, self._row_shards = ranks, row_shards or ranks
         self._connection: _Connection | None = None
         self._num_connections = 0
 
@@ -110,8 +110,14 @@ class CollectiveBridge:
             self._ranks,
         )
         self._connection = _Connection(
-            address, listening, self._device, self.carries, self._backend, roomy=self._roomy, shards=self._shards
-        )
+            address,
+            listening,
+            self._device,
+            self.carries,
+            self._backend,
+            roomy=self._roomy,
+            row_shards=self._row_shards,
+        )  # fmt: skip
         return self._connection.source
 
     @property
@@ -151,14 +157,16 @@ class BroadcastBridge(CollectiveBridge):
         backend: Backend = "auto",
         roomy: bool = False,
         ranks: int = 1,
-        shards: int = 0,
+        row_shards: int = 0,
     ) -> None:
         """`host`: the trainer's address as engines reach it. `bucket_bytes`: 0 uses the default for the device.
         `roomy`: an engine on the trainer's GPU has memory for a second copy of the weights while they arrive. `ranks`:
-        of the trainer; every other rank calls `RankSender.send` when this end sends. `shards`: into how many runs of
-        rows each tensor is cut; 0: as many as ranks."""
+        of the trainer; every other rank calls `RankSender.send` when this end sends. `row_shards`: into how many runs
+        of rows each tensor is cut; 0: as many as ranks."""
         size = bucket_bytes or _BUCKET_BYTES[torch.device(device).type]
-        super().__init__(device, host, padded(size), deadline_s, backend, roomy=roomy, ranks=ranks, shards=shards)
+        super().__init__(
+            device, host, padded(size), deadline_s, backend, roomy=roomy, ranks=ranks, row_shards=row_shards
+        )
 
 
 class AdapterBroadcastBridge(CollectiveBridge):
@@ -198,7 +206,7 @@ class _Connection:
         backend: Backend,
         *,
         roomy: bool,
-        shards: int,
+        row_shards: int,
     ) -> None:
         self._address, self._device, self._roomy = address, device, roomy
         self._backend: Backend = backend
@@ -207,7 +215,7 @@ class _Connection:
         self._others = OtherRanks(address, store)
         self.source = GroupSource(address.to_link(), address.mode, carries, device if device.type == "cpu" else None)
         self._packing = Packing(address.mode, self.source.replies)
-        self._shards = shards
+        self._row_shards = row_shards
         self._boxes: BoxPacking | None = None
         self._placement: wire.Placement | None = None
         """The placement that receivers were sent last."""
@@ -278,14 +286,14 @@ class _Connection:
         """Return whether every receiver gets its own rectangles. Shared buffers have whole tensors."""
         if self._address.senders > 1:
             return True
-        shards = weights.kind == "full" and any(reply.get("boxes") for reply in self.source.replies)
-        return shards and not self._chosen_transport().is_shared
+        by_boxes = weights.kind == "full" and any(reply.get("boxes") for reply in self.source.replies)
+        return by_boxes and not self._chosen_transport().is_shared
 
     def _send_boxes(self, weights: Weights, bucket_bytes: int, deadline: Deadline, phases: Phases) -> Sent:
         """Send rectangles of tensors, from every rank to every receiver. rank_senders.py has the order of messages."""
         self._others.begin()
         try:
-            self._boxes = self._boxes or BoxPacking(self._address, self.source.replies, self._others, self._shards)
+            self._boxes = self._boxes or BoxPacking(self._address, self.source.replies, self._others, self._row_shards)
             packed = self._boxes.pack(weights, bucket_bytes, self._write_once, deadline, phases)
             chosen = self._chosen_transport(packed.devices)
             manifest = packed.manifest(way=chosen.engaged)

@@ -22,8 +22,9 @@ from tandem.bridge.common.held_weights import Held, HeldWeights, StaleRanks, fin
 from tandem.bridge.common.manifest import dtype_named
 from tandem.bridge.common.packer import Form
 from tandem.bridge.common.places import Place, check_held, holders, place_of, sizes_of
-from tandem.errors import CheckpointError, SyncError
+from tandem.errors import SyncError
 from tandem.io import row_file
+from tandem.io.rank_answers import tried, what_failed
 from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, Part, Weights
 
@@ -81,9 +82,9 @@ class RankFiles:
             forms.update(sorted(chain.from_iterable(layout.items() for layout in files.values())))
             return HeldWeights(weights, forms, self._mode).digest([], phases).to_json(forms)
 
-        answers = _all_well(self._ranks.gather(_tried(stated)), what)
+        answers = _all_well(self._ranks.gather(tried(stated)), what)
         held = [Held.from_json(each, forms) for each in answers]
-        done = _tried(lambda: self._write(files, weights, held, forms))
+        done = tried(lambda: self._write(files, weights, held, forms))
         _all_well(self._ranks.gather(done), what)
         phases.end("move")
         return done["value"]
@@ -143,15 +144,7 @@ def _layouts(directory: Path) -> dict[Path, dict[str, Form]]:
     return found
 
 
-def _tried(work: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"value": work()}
-    except (OSError, SyncError, CheckpointError) as error:
-        return {"error": f"{error}"}
-
-
 def _all_well(answers: list[dict[str, Any]], what: str) -> list[Any]:
-    wrong = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
-    if wrong:
-        raise SyncError(f"{what} was not written: {'; '.join(wrong)}; the version before stays")
+    if failed := what_failed(answers):
+        raise SyncError(f"{what} was not written: {failed}; the version before stays")
     return [answer["value"] for answer in answers]

@@ -186,9 +186,9 @@ def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None, r
         total += byte_sizes.state_bytes(rule, dims, projected)
         if rule in ("apollo", "muon", "adafactor"):
             whole[f"{number}"] = tuple(full)
-    if lora is None and rank.shards > 1:  # each by its owner, in rounds
-        rounds = owner_rounds.dealt(whole, rank.shards)
-        return total, [owner_rounds.most_numbers(whole, rounds, rank.number % rank.shards)]
+    if lora is None and rank.row_shards > 1:  # each by its owner, in rounds
+        rounds = owner_rounds.rounds_of_owners(whole, rank.row_shards)
+        return total, [owner_rounds.most_numbers(whole, rounds, rank.number % rank.row_shards)]
     return total, [prod(dims) for dims in whole.values()]
 
 
@@ -244,8 +244,8 @@ def _micro(
     if rank.count > 1 and lora is None:
         layer += width * max(whole) + REDUCED_BYTES * layer_numbers(shape)
         reduced += REDUCED_BYTES * root_numbers(shape)
-    elif rank.count > 1:  # every rank has those of all others, and a sum lies in the first of them
-        reduced, gradients, sums = 2 * gradients, rank.count * gradients, rank.count * sums
+    elif rank.count > 1:  # every rank has those of all others of its host for a while, and copies their sum
+        reduced = rank.row_shards * gradients
     head = byte_sizes.head_bytes(
         micro.credited, shape.vocab, shape.hidden, width, on_gpu=machine.on_gpu, trained=lora is None
     )

@@ -29,10 +29,10 @@ from tandem.runs.planner.rank_share import Rank
 from tandem.runs.planner.step_time import Times, times
 from tandem.runs.planner.workload import Work, work_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
-from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
+from tandem.spec.ranks import on_ranks
 from tandem.spec.run import RlSpec, RunSpec
 
 MOST_RANKS = 8
@@ -164,34 +164,25 @@ def _enough_ranks(
 ) -> tuple[dict[int, float], str]:
     """Return the smallest power of two of ranks on which it fits, and GiB a rank; or none, and why."""
     worst: Phase | None = None
+    hosts = spec.parallel.hosts
     for count in (2**power for power in range(MOST_RANKS.bit_length())):
         if count == spec.parallel.ranks:
             continue
         try:
-            on_ranks = with_ranks(spec, count)
+            spread = on_ranks(spec, count, 0 if count % (hosts or 1) else hosts, goes_on=False)
         except SpecError as error:
             return {}, "several ranks are refused: " + "; ".join(str(error).splitlines())
-        work = work_on(on_ranks)
-        gib = needed_gib(on_ranks, shape, work, target)
+        work = work_on(spread)
+        gib = needed_gib(spread, shape, work, target)
         if gib <= target.limit_gib:
             return {count: gib}, ""
-        worst = max(
-            phases(on_ranks, shape, work, target, Rank.of(on_ranks.parallel, 0)), key=lambda phase: phase.peak_gib
-        )
+        worst = max(phases(spread, shape, work, target, Rank.of(spread.parallel, 0)), key=lambda phase: phase.peak_gib)
     assert worst is not None
     part, gib = max(worst.parts.items(), key=lambda each: each[1])
     whole = "every rank has all of it" if part in _OF_EVERY_RANK else "each rank has its rows of it"
     return {}, (
         f"on {MOST_RANKS} ranks a rank takes {worst.peak_gib:.1f} GiB, most of it for {part}, {gib:.1f} GiB: {whole}"
     )
-
-
-def with_ranks(spec: RunSpec, ranks: int) -> RunSpec:
-    """Return the spec with another number of ranks, checked again. SpecError if it cannot be."""
-    shares = max(spec.parallel.shares, ranks) if spec.parallel.shares else 0
-    hosts = 0 if ranks % (spec.parallel.hosts or 1) else spec.parallel.hosts
-    parallel = {**spec.parallel.model_dump(), "ranks": ranks, "shares": shares, "hosts": hosts}
-    return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
 
 
 def _of_links(spec: RunSpec, target: Machine) -> list[str]:

@@ -20,7 +20,7 @@ class Rank:
 
     number: int = 0
     count: int = 1
-    shards: int = 1
+    row_shards: int = 1
     """Into how many runs of rows a tensor is cut; ranks that are so far apart hold the same rows."""
 
     @classmethod
@@ -33,7 +33,7 @@ class Rank:
         return self.number == 0
 
     def rows(self, dims: Dims) -> Dims:
-        top, bottom = rows_of(dims[0], self.number % self.shards, self.shards)
+        top, bottom = rows_of(dims[0], self.number % self.row_shards, self.row_shards)
         return (bottom - top, *dims[1:])
 
     def numbers(self, tensors: Iterable[Dims]) -> int:
