@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from tandem.errors import SpecError
+from tandem.io.gguf import source as gguf
 from tandem.spec.model import ModelSpec, PathModel
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -15,15 +16,14 @@ _ADAPTER, _WEIGHTS = "adapter_config.json", (".safetensors", ".safetensors.index
 
 
 def refuse_no_model(source: str, revision: str = "main", field: str = "model.path", *, weights: bool = True) -> None:
-    """Raise SpecError unless `source` is a model's directory or an id on the hub; the error says what was found.
+    """Raise SpecError unless `source` is a model's directory, a GGUF file or an id on the hub; the error says what was
+    found.
 
     An adapter's directory is accepted; without `weights`, so is a directory with only a tokenizer.
     """
-    if os.path.isdir(source):
-        if why := _lack(Path(source), weights):
+    if os.path.exists(source):
+        if why := _gguf(source) or (_lack(Path(source), weights) if os.path.isdir(source) else _file(Path(source))):
             raise SpecError(f"{field} = '{source}': {why}")
-    elif os.path.exists(source):
-        raise SpecError(f"{field} = '{source}': {_file(Path(source))}")
     elif _HUB_ID.fullmatch(source):
         _ask_hub(source, revision, field)
     else:
@@ -51,8 +51,8 @@ def _lack(directory: Path, weights: bool) -> str:
     if _ADAPTER in names:
         return ""
     if "config.json" not in names and (weights or "tokenizer_config.json" not in names):
-        if gguf := [name for name in names if name.endswith(".gguf")]:
-            return _gguf(gguf[0])
+        if any(name.endswith(".gguf") for name in names):
+            return ""  # _gguf has checked it
         return "has no config.json; name a directory in Hugging Face format (config.json, model.safetensors, tokenizer)"
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if weights and pickled and not any(name.endswith(_WEIGHTS) for name in names):
@@ -64,21 +64,25 @@ def _lack(directory: Path, weights: bool) -> str:
 
 
 def _file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            is_gguf = file.read(4) == b"GGUF"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if is_gguf or path.suffix == ".gguf":
-        return _gguf(path.name)
+    if gguf.is_gguf(path):  # _gguf has checked it
+        return ""
+    if path.suffix == ".gguf":
+        return "is no GGUF file, though its name says so; download it again"
     return "is a file; name the directory that it is in, with config.json and the tokenizer beside the weights"
 
 
-def _gguf(name: str) -> str:
-    return (
-        f"{name} is a GGUF file, which is not read; write it once as a directory in Hugging Face format with "
-        "transformers (docs/troubleshooting.md has the lines), and name that"
-    )
+def _gguf(source: str) -> str:
+    """Return why a GGUF file, or the one in a directory, cannot be read; empty if it can, or if there is none."""
+    try:
+        if (path := gguf.gguf_of(source)) is not None:
+            from tandem.io.gguf.directory import check
+
+            check(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _ask_hub(source: str, revision: str, field: str) -> None:

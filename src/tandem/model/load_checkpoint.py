@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tandem.errors import SpecError
+from tandem.io.gguf.directory import model_directory
 from tandem.io.model_path_check import refuse_no_model
 
 
@@ -16,6 +17,7 @@ def load_model(path: str, revision: str, attention: str, field: str = "model.pat
     """Load a model. `field`: the field of the spec that errors name."""
     from transformers import AutoModelForCausalLM
 
+    path = model_directory(path, field)
     refuse_unfit(path, revision, field)
     return load_whole(AutoModelForCausalLM, path, field, revision=revision, attn_implementation=attention)
 

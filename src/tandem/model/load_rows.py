@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointError, SpecError
 from tandem.io import row_file
+from tandem.io.gguf.directory import model_directory
 from tandem.io.safetensors_format import KNOWN
 from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit
 
@@ -44,6 +45,7 @@ def opened_model(
     `field`: the field of the spec that errors name. `dtype`: of the stand-ins. Stand-ins work even if parameters are
     renamed or tied. Rows can be read until the block ends.
     """
+    path = model_directory(path, field)
     refuse_unfit(path, revision, field)
     with ExitStack() as stack:
         try:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SpecError
+from tandem.io.gguf.directory import model_directory
 from tandem.model.load_checkpoint import load_whole, refuse_unfit
 from tandem.model.lora import quiet_bitsandbytes
 
@@ -30,6 +31,7 @@ def load_quantized(
 
     refuse_missing_package(base)
     quiet_bitsandbytes()
+    path = model_directory(path)
     refuse_unfit(path, revision)
     bits = (
         BitsAndBytesConfig(load_in_8bit=True)

@@ -64,10 +64,10 @@ class PresetModel(_ModelSpecBase):
 
 
 class PathModel(_ModelSpecBase):
-    """An existing model: a directory in Hugging Face format, or a hub id."""
+    """An existing model: a directory in Hugging Face format, a GGUF file, or a hub id."""
 
     path: Annotated[str, LocalPath()] = Field(min_length=1)
-    """Directory or hub id of a model that AutoModelForCausalLM can load."""
+    """Directory or hub id of a model that AutoModelForCausalLM can load, a GGUF file, or a folder that holds one."""
     revision: str = "main"
     """Branch, tag or commit of a hub id."""
 
