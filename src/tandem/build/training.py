@@ -177,10 +177,11 @@ def model(
             module = existing_model(spec, precision, device)
     if warm_start is not None:
         module = begin_with(module, warm_start)  # before narrow, so that no bit of 32 is lost
+    renderer = Renderer(tokenizer, thinking=spec.thinking)
     master_weights = master(precision, seed, adapters=spec.lora is not None)
     options: dict[str, Any] = {
         "lora": spec.lora, "adapter": adapter, "activations": spec.activations, "packed": spec.attention == "packed",
-        "compiled": spec.compile,
+        "compiled": spec.compile, "end_ids": renderer.end_ids, "never_ends": renderer.never_ends,
     }  # fmt: skip
     policy: Any
     if crew is not None:
@@ -195,7 +196,6 @@ def model(
         policy = CausalPolicy(module, tokenizer, **options)
     model_context = module.config.get_text_config().max_position_embeddings
     context = min(max_context or model_context, model_context)
-    renderer = Renderer(tokenizer, thinking=spec.thinking)
     return BuiltModel(policy, renderer, device, context, master_weights, crew, num_shares)
 
 

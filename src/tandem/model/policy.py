@@ -6,7 +6,7 @@ Shapes: T tokens that are computed, N trained tokens, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tandem.errors import SyncError
 from tandem.model import frozen_context, served_weights
 from tandem.model.activation_memory import Activations
 from tandem.model.activation_memory import Policy as ActivationPolicy
-from tandem.model.export_copy import Deployer
+from tandem.model.export_copy import Deployer, name_ends
 from tandem.model.forward import Forward
 from tandem.model.lora import add_lora
 from tandem.model.quantized_base import merged, quantized_parts
@@ -52,10 +52,14 @@ class CausalPolicy:
         packed: bool = False,
         compiled: bool = False,
         place: Callable[[Any, Any], Inside] | None = None,
+        end_ids: Collection[int] = (),
+        never_ends: Collection[int] = (),
     ) -> None:
         """`adapter`: path of a saved adapter that `lora` starts from. `packed`, `compiled`: see model/forward.py.
-        `place` gets the module and PEFT's view of it, moves its weights to their place, and returns how to run it."""
+        `place` gets the module and PEFT's view of it, moves its weights to their place, and returns how to run it.
+        `end_ids`, `never_ends`: what ends an answer, and what does not; an export's configs say so."""
         attention_masks.check_attention(module.config)
+        name_ends(module, tokenizer, end_ids, never_ends)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
