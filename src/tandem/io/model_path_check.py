@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from tandem.errors import SpecError
+from tandem.io.bounded_json import read_json
 from tandem.io.gguf import source as gguf
 from tandem.spec.model import ModelSpec, PathModel
 
@@ -36,8 +37,25 @@ def refuse_missing(model: ModelSpec) -> None:
     """Check everything that a spec's [model] names."""
     if isinstance(model, PathModel):
         refuse_no_model(model.path, model.revision)
+        if (Path(model.path) / _ADAPTER).exists() and not (Path(model.path) / "config.json").exists():
+            refuse_adapter(model.path)
     if model.warm_start is not None:
         refuse_no_model(model.warm_start, field="model.warm_start")
+
+
+def refuse_adapter(source: str, field: str = "model.path") -> None:
+    """Raise the SpecError for an adapter where a model must be named; it names the model that it was trained on."""
+    base = ""
+    if (file := Path(source) / _ADAPTER).is_file():
+        try:
+            base = str(read_json(file).get("base_model_name_or_path") or "")
+        except (OSError, ValueError, AttributeError):
+            base = ""
+    of = f"an adapter of '{base}'" if base else "an adapter, which does not name its base"
+    if field != "model.path":
+        raise SpecError(f"{field} = '{source}': is {of}; merge it into its base, and name the merged model")
+    way = f"set model.path = '{base}'" if base else "set model.path to the model that it was trained on"
+    raise SpecError(f"{field} = '{source}': is {of}; {way}, and model.warm_start = '{source}'")
 
 
 def _lack(directory: Path, weights: bool) -> str:
@@ -88,8 +106,9 @@ def _gguf(source: str) -> str:
 def _ask_hub(source: str, revision: str, field: str) -> None:
     """Send one request, unless the model was downloaded before: transformers would retry for minutes without a
     network."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
+        EntryNotFoundError,
         GatedRepoError,
         HFValidationError,
         RepositoryNotFoundError,
@@ -105,9 +124,16 @@ def _ask_hub(source: str, revision: str, field: str) -> None:
         return
     here = f"there is no such directory (looked from {Path.cwd()})"
     try:
-        HfApi().model_info(source, revision=revision, timeout=_HUB_S)
+        found = HfApi().model_info(source, revision=revision, timeout=_HUB_S)
+        if getattr(found, "gated", False):  # the hub describes a gated model to everyone, but gives its files to some
+            get_hf_file_metadata(hf_hub_url(source, "config.json", revision=revision), timeout=_HUB_S)
     except GatedRepoError as error:
-        raise SpecError(f"{field} = '{source}': the hub requires a token, or that you accept its terms") from error
+        raise SpecError(
+            f"{field} = '{source}': the hub gives it to those who accepted its terms; accept them on its page there, "
+            "and log in with `hf auth login`"
+        ) from error
+    except EntryNotFoundError as error:
+        raise SpecError(f"{field} = '{source}': the hub's files of it have no config.json") from error
     except RevisionNotFoundError as error:
         raise SpecError(f"{field} = '{source}': the hub has no revision '{revision}' of it") from error
     except RepositoryNotFoundError as error:

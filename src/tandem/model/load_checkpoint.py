@@ -10,7 +10,7 @@ import torch
 
 from tandem.errors import SpecError
 from tandem.io.gguf.directory import model_directory
-from tandem.io.model_path_check import refuse_no_model
+from tandem.io.model_path_check import refuse_adapter, refuse_no_model
 
 
 def load_model(path: str, revision: str, attention: str, field: str = "model.path") -> Any:
@@ -83,10 +83,7 @@ def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
 
     refuse_no_model(path, revision, field)
     if is_adapter(path, field):  # transformers would load the base model instead
-        raise SpecError(
-            f"{field} = '{path}': is an adapter; set {field} to the model that it was trained on, and "
-            "model.warm_start to the adapter"
-        )
+        refuse_adapter(path, field)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:

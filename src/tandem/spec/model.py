@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import os
+import re
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from tandem.spec.base import LocalPath, Spec
+
+_PINNED = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)@(?P<revision>[\w./-]+)")
 
 
 class LoraSpec(Spec):
@@ -69,7 +73,20 @@ class PathModel(_ModelSpecBase):
     path: Annotated[str, LocalPath()] = Field(min_length=1)
     """Directory or hub id of a model that AutoModelForCausalLM can load, a GGUF file, or a folder that holds one."""
     revision: str = "main"
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit of a hub id. `path = "org/name@revision"` sets it, too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pinned(cls, raw: Any) -> Any:
+        """Take the revision out of a pinned hub id."""
+        if not isinstance(raw, dict) or not isinstance(path := cast("dict[str, Any]", raw).get("path"), str):
+            return raw
+        if not (found := _PINNED.fullmatch(path)) or os.path.exists(path):
+            return raw
+        named, pinned = cast("dict[str, Any]", raw).get("revision", found["revision"]), found["revision"]
+        if named != pinned:
+            raise ValueError(f"path = '{path}' and revision = '{named}' differ; write one of them")
+        return {**cast("dict[str, Any]", raw), "path": found["id"], "revision": pinned}
 
 
 def _which_model(value: Any) -> str:
