@@ -282,6 +282,17 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     return found
 
 
+def why_not_ranks(model: BuiltModel, path: str) -> str:
+    """Return why several ranks cannot read this model's files by rows; empty if they can."""
+    from tandem.model.load_rows import refuse_converted
+
+    try:
+        refuse_converted(model.policy.module, path, "model.path")
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
     """Build the RL algorithm. `max_tokens`: most tokens of one assistant turn."""
     from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo

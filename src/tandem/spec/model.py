@@ -79,14 +79,15 @@ class PathModel(_ModelSpecBase):
     @classmethod
     def _pinned(cls, raw: Any) -> Any:
         """Take the revision out of a pinned hub id."""
-        if not isinstance(raw, dict) or not isinstance(path := cast("dict[str, Any]", raw).get("path"), str):
-            return raw
-        if not (found := _PINNED.fullmatch(path)) or os.path.exists(path):
-            return raw
-        named, pinned = cast("dict[str, Any]", raw).get("revision", found["revision"]), found["revision"]
+        told = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
+        path = told.get("path")
+        found = _PINNED.fullmatch(path) if isinstance(path, str) else None
+        if found is None or os.path.exists(found[0]):
+            return cast("Any", raw)
+        named, pinned = told.get("revision", found["revision"]), found["revision"]
         if named != pinned:
             raise ValueError(f"path = '{path}' and revision = '{named}' differ; write one of them")
-        return {**cast("dict[str, Any]", raw), "path": found["id"], "revision": pinned}
+        return {**told, "path": found["id"], "revision": pinned}
 
 
 def _which_model(value: Any) -> str:
