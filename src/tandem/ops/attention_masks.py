@@ -51,5 +51,6 @@ def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) 
 def _typed(config: Any, allowed: Tensor) -> Tensor:
     if config._attn_implementation != "eager":
         return allowed
-    dtype = config.dtype or torch.float32
+    named = config.dtype or torch.float32
+    dtype: Any = getattr(torch, named) if isinstance(named, str) else named  # save_pretrained leaves its name there
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
