@@ -56,6 +56,7 @@ class Family(NamedTuple):
     """The name of the config's class in transformers."""
     sizes: dict[str, Any] = {}  # noqa: RUF012 - a named tuple's default is never changed
     attention: str = "sdpa"
+    """The attention of plain transformers; "eager" where it has no other."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -124,8 +125,7 @@ class Bench:
         TOKENIZER.save_pretrained(self.path)
 
     def built(self, lora: LoraSpec | None = None, path: Path | None = None) -> BuiltModel:
-        attention: Any = self.family.attention
-        spec = PathModel(path=str(path or self.path), lora=lora, attention=attention)
+        spec = PathModel(path=str(path or self.path), lora=lora)
         return training.model(spec, Float32Precision(), 0, CPU)
 
     def plain(self, path: Path | None = None) -> Any:
@@ -290,7 +290,7 @@ def ranks(bench: Bench) -> None:
     from tandem.model.load_rows import opened_model
 
     module = bench.plain()
-    with opened_model(str(bench.path), "main", bench.family.attention) as (skeleton, rows_of):
+    with opened_model(str(bench.path), "main", "sdpa") as (skeleton, rows_of):
         for (name, parameter), whole in zip(skeleton.named_parameters(), module.parameters(), strict=True):
             if not torch.equal(
                 rows_of(parameter, 0, len(parameter)), whole.reshape(len(whole), -1).reshape(whole.shape)

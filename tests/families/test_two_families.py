@@ -11,6 +11,7 @@ import torch
 
 from tandem.errors import SyncError
 from tandem.ops import attention_masks
+from tandem.spec.load import parse_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ("trainer", "packing", "prompt trees", "all weights, inproc", "adapter", "export")
@@ -43,3 +44,14 @@ def test_an_engine_of_other_weights_is_found(tmp_path: Path):
         other.policy.module.lm_head.weight.mul_(1.01)
     with pytest.raises((suite.Different, SyncError)):
         suite.served(model, suite.InprocBridge(20.0), "live", other)
+
+
+def test_a_model_without_sdpa_is_loaded_with_eager_attention_and_a_run_says_so(tmp_path: Path):
+    model = suite.Bench(suite.FAMILIES["Gemma2"], tmp_path).built()
+    assert model.policy.module.config._attn_implementation == "eager"
+    raw = {
+        "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},
+        "data": {"kind": "file", "path": "rows.jsonl"},
+    }  # fmt: skip
+    noted = {name: (engaged, why) for name, _, engaged, why in suite.training.options(parse_spec(raw), model)}
+    assert noted["model.attention"] == (False, "transformers chose 'eager' for Gemma2ForCausalLM")

@@ -21,7 +21,7 @@ from tandem.errors import CheckpointError, SpecError
 from tandem.io import row_file
 from tandem.io.gguf.directory import model_directory
 from tandem.io.safetensors_format import KNOWN
-from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit
+from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit, supported_attention
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 RowsOf = Callable[[Tensor, int, int], Tensor]
@@ -46,7 +46,7 @@ def opened_model(
     renamed or tied. Rows can be read until the block ends.
     """
     path = model_directory(path, field)
-    refuse_unfit(path, revision, field)
+    attention = supported_attention(refuse_unfit(path, revision, field), attention)
     with ExitStack() as stack:
         try:
             files = [stack.enter_context(row_file.opened(file)) for file in _files(path, revision)]

@@ -111,6 +111,7 @@ def _facts(spec: PathModel, model: BuiltModel, dtype: str) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in module.parameters()),
         "loaded as": f"{dtype}, on {model.device.type}",
         "layers": config.num_hidden_layers,
+        "attention": config._attn_implementation,
         "vocabulary": f"{config.vocab_size:,} ids, of which the tokenizer has {model.num_ids:,}",
         "context": model.context,
         "head": "tied to the embeddings" if config.tie_word_embeddings else "a matrix of its own",
