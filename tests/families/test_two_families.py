@@ -55,3 +55,16 @@ def test_a_model_without_sdpa_is_loaded_with_eager_attention_and_a_run_says_so(t
     }  # fmt: skip
     noted = {name: (engaged, why) for name, _, engaged, why in suite.training.options(parse_spec(raw), model)}
     assert noted["model.attention"] == (False, "transformers chose 'eager' for Gemma2ForCausalLM")
+
+
+def test_a_hybrid_learns_from_packed_sequences_as_from_single_ones_and_the_run_says_how(tmp_path: Path):
+    bench = suite.Bench(suite.FAMILIES["LFM2"], tmp_path)
+    assert [suite.outcome(cell, bench) for cell in ("trainer", "packing", "prompt trees", "SFT")] == ["yes"] * 4
+    assert "which the embedded engine cannot batch; set engine.kind = 'vllm'" in suite.outcome("disk", bench)
+    raw = {
+        "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},
+        "data": {"kind": "file", "path": "rows.jsonl"},
+    }  # fmt: skip
+    noted = {name: (engaged, why) for name, _, engaged, why in suite.training.options(parse_spec(raw), bench.built())}
+    assert noted["packing of sequences"][0] is False
+    assert "lfm2 has layers of kind conv, so each sequence has a row of its own" in noted["packing of sequences"][1]

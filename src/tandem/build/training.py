@@ -104,6 +104,8 @@ class BuiltModel:
     @property
     def shares(self) -> Shares:
         """Return the rule for when the samples of a group share one copy of their prompt."""
+        if self.policy.forward.why_alone:
+            return shares_never
         if self.policy.forward.shares_freely:
             return shares_unmasked
         return shares_masked(self.policy.module.config.get_text_config().hidden_size)
@@ -247,6 +249,8 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     else:
         why_not = "" if chosen == spec.model.attention else f"transformers chose '{chosen}' for {type(module).__name__}"
     found.append(("model.attention", spec.model.attention, not why_not, why_not))
+    if forward.why_alone:
+        found.append(("packing of sequences", True, False, forward.why_alone))
     if spec.model.compile:
         found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
     if spec.model.activations != "keep":
