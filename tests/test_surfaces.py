@@ -37,6 +37,7 @@ PYTHON_FUNCTION = {
     "rollouts top": "rollouts_status",
     "engine install": "install_engine",
     "engine check": "check_engine",
+    "model check": "check_model",
     "chat": "chat_with",
     "report": "write_report",
     "watch": "watch_run",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.recipes.evaluation import evaluate_model as evaluate_model
     from tandem.recipes.export import export_run as export_run
     from tandem.recipes.gateway import serve_gateway as serve_gateway
+    from tandem.recipes.model_check import check_model as check_model
     from tandem.recipes.online import serve_online as serve_online
     from tandem.recipes.plan_run import plan_run as plan_run
     from tandem.recipes.rollout_service import serve_rollouts as serve_rollouts
@@ -66,6 +67,7 @@ _API = {
     "serve_online": "tandem.recipes.online",
     "rollouts_status": "tandem.obs.rollouts_status",
     "install_engine": "tandem.recipes.engine_commands",
+    "check_model": "tandem.recipes.model_check",
     "check_engine": "tandem.recipes.engine_commands",
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",

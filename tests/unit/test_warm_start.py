@@ -341,10 +341,8 @@ def test_an_adapter_is_no_model_path(adapted: tuple[Path, Tensor], tmp_path: Pat
     shutil.copytree(adapted[0] / "adapter", tmp_path / "adapter")
     TOKENIZER.save_pretrained(tmp_path / "adapter")
     said = refusal(PathModel(path=str(tmp_path / "adapter")))
-    assert "is an adapter; set model.path to the model that it was trained on" in said
-    with pytest.raises(
-        SpecError, match=r"^algorithm.teacher = '.*': is an adapter; set algorithm.teacher to the model"
-    ):
+    assert "its base; set model.path to the model that it was trained on, and model.warm_start = " in said
+    with pytest.raises(SpecError, match=r"^algorithm.teacher = '.*': is an adapter, .*; merge it into its base"):
         load_model(str(tmp_path / "adapter"), "main", "sdpa", "algorithm.teacher")
 
 

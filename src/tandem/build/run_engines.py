@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.build import standalone_engines
 from tandem.errors import SpecError
+from tandem.io.gguf.directory import model_directory
 from tandem.protocols import Engine, WeightBridge
 from tandem.publish import Call, Canary, Publisher
 from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
@@ -249,9 +250,9 @@ def gpu_environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, dev
 
 def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
     """Return the directory that an engine process loads before the first version arrives: same model and tokenizer."""
-    untouched = isinstance(spec.model, PathModel) and spec.model.warm_start is None
-    if untouched and isinstance(spec.model, PathModel) and Path(spec.model.path).is_dir():
-        return Path(spec.model.path).resolve()
+    source = spec.model.path if isinstance(spec.model, PathModel) and spec.model.warm_start is None else ""
+    if source and (there := Path(model_directory(source))).is_dir():
+        return there.resolve()
     from tandem.build.training import export
 
     path = (home / "model").resolve()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from tandem.io.gguf.directory import model_directory
 from tandem.protocols import Engine
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
@@ -160,6 +161,7 @@ def vllm_alone(
     with the process before it is ready, so that the caller can end it."""
     from tandem.engine.vllm.process import VllmProcess
 
+    path = model_directory(path, "model")
     model_context = _model_context(path)
     context = min(spec.max_context or model_context, model_context)
     options = replace(options, model=path, max_context=context)

@@ -104,6 +104,8 @@ class BuiltModel:
     @property
     def shares(self) -> Shares:
         """Return the rule for when the samples of a group share one copy of their prompt."""
+        if self.policy.forward.why_alone:
+            return shares_never
         if self.policy.forward.shares_freely:
             return shares_unmasked
         return shares_masked(self.policy.module.config.get_text_config().hidden_size)
@@ -177,10 +179,11 @@ def model(
             module = existing_model(spec, precision, device)
     if warm_start is not None:
         module = begin_with(module, warm_start)  # before narrow, so that no bit of 32 is lost
+    renderer = Renderer(tokenizer, thinking=spec.thinking)
     master_weights = master(precision, seed, adapters=spec.lora is not None)
     options: dict[str, Any] = {
         "lora": spec.lora, "adapter": adapter, "activations": spec.activations, "packed": spec.attention == "packed",
-        "compiled": spec.compile,
+        "compiled": spec.compile, "end_ids": renderer.end_ids, "never_ends": renderer.never_ends,
     }  # fmt: skip
     policy: Any
     if crew is not None:
@@ -195,7 +198,6 @@ def model(
         policy = CausalPolicy(module, tokenizer, **options)
     model_context = module.config.get_text_config().max_position_embeddings
     context = min(max_context or model_context, model_context)
-    renderer = Renderer(tokenizer, thinking=spec.thinking)
     return BuiltModel(policy, renderer, device, context, master_weights, crew, num_shares)
 
 
@@ -247,6 +249,8 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     else:
         why_not = "" if chosen == spec.model.attention else f"transformers chose '{chosen}' for {type(module).__name__}"
     found.append(("model.attention", spec.model.attention, not why_not, why_not))
+    if forward.why_alone:
+        found.append(("packing of sequences", True, False, forward.why_alone))
     if spec.model.compile:
         found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
     if spec.model.activations != "keep":
@@ -280,6 +284,17 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
             why_not = "episodes in worker processes end in varying order, and equal groups are replaced in that order"
         found.append(("deterministic", True, not why_not, why_not))
     return found
+
+
+def why_not_ranks(model: BuiltModel, path: str) -> str:
+    """Return why several ranks cannot read this model's files by rows; empty if they can."""
+    from tandem.model.load_rows import refuse_converted
+
+    try:
+        refuse_converted(model.policy.module, path, "model.path")
+    except SpecError as error:
+        return str(error)
+    return ""
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:

@@ -14,6 +14,7 @@ import typer
 from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
 from tandem.cli.engine import engine_app
+from tandem.cli.model import model_app
 from tandem.cli.online import online_app
 from tandem.cli.options import AsJson, Host, Insecure, Overrides, Port, ReadyFile, Thinking, Version
 from tandem.cli.sync import sync_app
@@ -33,6 +34,7 @@ app.add_typer(env_app, name="env")
 app.add_typer(sync_app, name="sync")
 app.add_typer(online_app, name="online")
 app.add_typer(engine_app, name="engine")
+app.add_typer(model_app, name="model")
 rollouts_app = typer.Typer(help="Queue groups from many environments for one trainer, over HTTP.", no_args_is_help=True)
 app.add_typer(rollouts_app, name="rollouts")
 gateway_app = typer.Typer(help="Record any agent's conversations, token by token, for training.", no_args_is_help=True)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from tandem.errors import MissingExtra
 
-_OF_TRAIN = {"numpy", "matplotlib", "aiohttp", "httptools", "huggingface_hub", "prometheus_client", "msgspec"}
+_OF_TRAIN = {"numpy", "matplotlib", "aiohttp", "httptools", "huggingface_hub", "prometheus_client", "msgspec", "gguf"}
 
 
 def require_extra(extra: str, *packages: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,22 @@ class Deployer:
         config = copy.deepcopy(self._adapter.peft_config["default"])
         config.inference_mode = True
         config.save_pretrained(directory)
+
+
+def name_ends(module: Any, tokenizer: Any, end_ids: Collection[int], never_ends: Collection[int]) -> None:
+    """Add the ids that end an answer, and the padding id, to the configs that an export has. Without them another
+    program would generate past the end. `never_ends`: ids that a config names and that end no answer."""
+    for config in (module.config.get_text_config(), module.generation_config):
+        if config is None or not end_ids:
+            continue
+        named = config.eos_token_id
+        before = [named] if isinstance(named, int) else list(named or ())
+        ends = [each for each in before if each not in never_ends]
+        ends += sorted(set(end_ids) - set(ends))
+        if ends != before:
+            config.eos_token_id = ends[0] if len(ends) == 1 else ends
+        if config.pad_token_id is None or config.pad_token_id < 0:
+            config.pad_token_id = tokenizer.pad_token_id
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:

@@ -46,7 +46,15 @@ class Forward:
     ) -> None:
         """`selective`: compiled layers recompute cheap activations. `why_not_compiled`: the caller's reason not to
         compile; empty if there is none."""
-        self.why_masked = packed_attention.why_not(module) if packed else "model.attention is not 'packed'"
+        self.why_alone = attention_masks.computed_alone(module.config)
+        """Why each sequence has a row of its own; empty if sequences can share rows."""
+        self.why_masked = (
+            self.why_alone
+            if packed and self.why_alone
+            else packed_attention.why_not(module)
+            if packed
+            else "model.attention is not 'packed'"
+        )
         self.why_not_compiled = why_not_compiled or self.why_masked or ("" if compiled else "model.compile = false")
         if self.why_masked:
             return
@@ -73,8 +81,34 @@ class Forward:
         if not self.why_masked and head.config.get_text_config()._attn_implementation == packed_attention.NAME:
             hidden_TH = _packed(head.body, micro.ids_BT, micro.positions_BT, micro.packed)
             return hidden_TH, micro.packed.place_of[micro.source_N]
+        if attention_masks.computed_alone(head.config):
+            return _each_alone(head, micro), micro.packed.place_of[micro.source_N]
         mask, positions_BT = _mask(head.config, micro.segments_BT, micro.parents_BT, micro.positions_BT)
         return head.hidden(micro.ids_BT, positions_BT, mask).flatten(0, 1), micro.source_N
+
+
+def _each_alone(head: Head, micro: MicroBatch) -> Tensor:
+    """Return hidden states of the T tokens of all rows. Each sequence is computed in a row of its own, padded on the
+    right.
+
+    A branch of a prompt is computed with its prompt, and so is the prompt itself. Sequences of similar lengths share a
+    call, which has no more positions than the micro-batch or the longest sequence.
+    """
+    (begins, begins_k, _, _, keys_K), tokens_T = micro.packed.spans, micro.packed.tokens_T
+    ids_K = micro.ids_BT.flatten()[tokens_T if keys_K is None else tokens_T[keys_K]]
+    own, whole = begins.diff().tolist(), begins_k.diff().tolist()
+    ids = ids_K.split(whole)
+    found: list[Tensor] = [ids_K] * len(own)
+    order, most = sorted(range(len(own)), key=lambda each: -whole[each]), micro.ids_BT.numel()
+    while order:
+        width = whole[order[0]]
+        now, order = order[: max(1, most // width)], order[max(1, most // width) :]
+        ids_ST = torch.nn.utils.rnn.pad_sequence([ids[each] for each in now], batch_first=True)
+        positions_ST = torch.arange(width, device=ids_ST.device).expand_as(ids_ST)
+        hidden_STH = head.hidden(ids_ST, positions_ST, None)
+        for row_TH, each in zip(hidden_STH, now, strict=True):
+            found[each] = row_TH[whole[each] - own[each] : whole[each]]
+    return torch.cat(found)
 
 
 def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: PackedRows) -> Tensor:

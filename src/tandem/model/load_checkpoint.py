@@ -9,15 +9,28 @@ from typing import Any
 import torch
 
 from tandem.errors import SpecError
-from tandem.io.model_path_check import refuse_no_model
+from tandem.io.gguf.directory import model_directory
+from tandem.io.model_path_check import refuse_adapter, refuse_no_model
 
 
 def load_model(path: str, revision: str, attention: str, field: str = "model.path") -> Any:
     """Load a model. `field`: the field of the spec that errors name."""
     from transformers import AutoModelForCausalLM
 
-    refuse_unfit(path, revision, field)
+    path = model_directory(path, field)
+    attention = supported_attention(refuse_unfit(path, revision, field), attention)
     return load_whole(AutoModelForCausalLM, path, field, revision=revision, attn_implementation=attention)
+
+
+def supported_attention(config: Any, wanted: str) -> str:
+    """Return `wanted`, or "eager" for a model that transformers has no SDPA for: one with soft caps or sinks. A run
+    reports it as an option that is not engaged."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if wanted != "sdpa" or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return wanted
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return wanted if model_class._supports_sdpa else "eager"
 
 
 def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = False, **options: Any) -> Any:
@@ -75,16 +88,13 @@ def is_adapter(source: str, field: str) -> bool:
         raise SpecError(f"{field} = '{source}': no such directory, and the hub does not answer: {error}") from error
 
 
-def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
-    """Raise SpecError if transformers would not load exactly this model's weights."""
+def refuse_unfit(path: str, revision: str, field: str = "model.path") -> Any:
+    """Return the model's config. Raise SpecError if transformers would not load exactly this model's weights."""
     from transformers import AutoConfig
 
     refuse_no_model(path, revision, field)
     if is_adapter(path, field):  # transformers would load the base model instead
-        raise SpecError(
-            f"{field} = '{path}': is an adapter; set {field} to the model that it was trained on, and "
-            "model.warm_start to the adapter"
-        )
+        refuse_adapter(path, field)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -94,3 +104,4 @@ def refuse_unfit(path: str, revision: str, field: str = "model.path") -> None:
             f"{field} = '{path}': its weights are quantised; set {field} to the exact model (model.lora.base = 'int8' "
             "or 'nf4' quantises the base of adapters)"
         )
+    return config

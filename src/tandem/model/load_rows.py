@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tandem.errors import CheckpointError, SpecError
 from tandem.io import row_file
+from tandem.io.gguf.directory import model_directory
 from tandem.io.safetensors_format import KNOWN
-from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit
+from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit, supported_attention
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 RowsOf = Callable[[Tensor, int, int], Tensor]
@@ -44,7 +45,8 @@ def opened_model(
     `field`: the field of the spec that errors name. `dtype`: of the stand-ins. Stand-ins work even if parameters are
     renamed or tied. Rows can be read until the block ends.
     """
-    refuse_unfit(path, revision, field)
+    path = model_directory(path, field)
+    attention = supported_attention(refuse_unfit(path, revision, field), attention)
     with ExitStack() as stack:
         try:
             files = [stack.enter_context(row_file.opened(file)) for file in _files(path, revision)]

@@ -6,7 +6,7 @@ Shapes: T tokens that are computed, N trained tokens, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.errors import SyncError
+from tandem.errors import SpecError, SyncError
 from tandem.model import frozen_context, served_weights
 from tandem.model.activation_memory import Activations
 from tandem.model.activation_memory import Policy as ActivationPolicy
-from tandem.model.export_copy import Deployer
+from tandem.model.export_copy import Deployer, name_ends
 from tandem.model.forward import Forward
 from tandem.model.lora import add_lora
 from tandem.model.quantized_base import merged, quantized_parts
@@ -52,10 +52,13 @@ class CausalPolicy:
         packed: bool = False,
         compiled: bool = False,
         place: Callable[[Any, Any], Inside] | None = None,
+        end_ids: Collection[int] = (),
+        never_ends: Collection[int] = (),
     ) -> None:
         """`adapter`: path of a saved adapter that `lora` starts from. `packed`, `compiled`: see model/forward.py.
-        `place` gets the module and PEFT's view of it, moves its weights to their place, and returns how to run it."""
-        attention_masks.check_attention(module.config)
+        `place` gets the module and PEFT's view of it, moves its weights to their place, and returns how to run it.
+        `end_ids`, `never_ends`: what ends an answer, and what does not; an export's configs say so."""
+        name_ends(module, tokenizer, end_ids, never_ends)
         self.module, self.tokenizer = module, tokenizer
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
@@ -85,6 +88,10 @@ class CausalPolicy:
     def logprobs(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> TokenLogprobs:
         with self.activations.watching():
             if not self.context_grad:
+                if self.forward.why_alone:
+                    raise SpecError(
+                        f"model: {self.forward.why_alone}; that does not go with a context without gradient"
+                    )
                 return frozen_context.logprobs(self.head, micro, temperature, top_p)
             return self._score(self.head, micro, temperature, top_p)
 
@@ -104,7 +111,7 @@ class CausalPolicy:
 
     def follow(self, teacher: Any) -> None:
         """Make another model with the same vocabulary the reference of `reference_logprobs`."""
-        attention_masks.check_attention(teacher.config)
+        attention_masks.computed_alone(teacher.config)  # refuses what cannot be computed at all
         if self.forward.shares_freely and not packed_attention.why_not(teacher):
             packed_attention.engage(teacher)
         self._reference = Head(teacher.requires_grad_(False).eval(), len(self.tokenizer))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SpecError
-from tandem.model.load_checkpoint import load_whole, refuse_unfit
+from tandem.io.gguf.directory import model_directory
+from tandem.model.load_checkpoint import load_whole, refuse_unfit, supported_attention
 from tandem.model.lora import quiet_bitsandbytes
 
 
@@ -30,7 +31,8 @@ def load_quantized(
 
     refuse_missing_package(base)
     quiet_bitsandbytes()
-    refuse_unfit(path, revision)
+    path = model_directory(path)
+    attention = supported_attention(refuse_unfit(path, revision), attention)
     bits = (
         BitsAndBytesConfig(load_in_8bit=True)
         if base == "int8"

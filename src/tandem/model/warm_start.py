@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SpecError
+from tandem.io.gguf.directory import model_directory
 from tandem.io.model_path_check import refuse_no_model
 from tandem.model.load_checkpoint import is_adapter, load_whole, refuse_faults
 from tandem.model.lora import attach, on_tables, quiet_bitsandbytes
@@ -42,7 +43,7 @@ def is_adapter_start(source: str) -> bool:
 
 def begin_with(module: Any, source: str) -> Any:
     """Return `module` with the weights of a full checkpoint, or with an adapter merged into its own weights."""
-    return _merged(module, source) if is_adapter_start(source) else _full(module, source)
+    return _merged(module, source) if is_adapter_start(source) else _full(module, model_directory(source, _FIELD))
 
 
 def _full(module: Any, source: str) -> Any:

@@ -12,17 +12,42 @@ from tandem.ops import packed_attention
 
 
 def check_attention(config: Any) -> None:
-    """Raise SpecError unless a mask describes the attention: a state-space or linear layer would mix sequences."""
+    """Raise SpecError unless a mask describes the attention, so that the embedded engine can batch sequences."""
     config = config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    unknown = kinds - {"full_attention", "sliding_attention"}
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        unknown.add("ALiBi")  # it uses the distance in the row, which differs from that in a packed sequence
-    if unknown or getattr(config, "num_kv_shared_layers", 0):
+    if odd := _beyond_masks(config):
         raise SpecError(
-            f"model: {config.model_type} has layers of kind {', '.join(sorted(unknown)) or 'shared key-value'}, which "
-            "cannot be packed or batched by slots; use a model with full or sliding attention"
+            f"model: {config.model_type} has layers of kind {', '.join(odd)}, which the embedded engine cannot batch; "
+            "set engine.kind = 'vllm', or train on recorded data: SFT and DPO need no engine"
         )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise SpecError(_SHARED.format(config.model_type))
+
+
+def computed_alone(config: Any) -> str:
+    """Return why the trainer computes each sequence in a row of its own; empty if sequences can share a row.
+
+    A state-space or linear layer reads its row from the left without a mask, and ALiBi counts distances in the row. So
+    a second sequence in the row would depend on the first one. Padding on the right changes nothing.
+    """
+    config = config.get_text_config()
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise SpecError(_SHARED.format(config.model_type))
+    odd = _beyond_masks(config)
+    return (
+        f"{config.model_type} has layers of kind {', '.join(odd)}, so each sequence has a row of its own" if odd else ""
+    )
+
+
+_SHARED = "model: {} has layers of kind shared key-value, which are not supported; use a model without them"
+
+
+def _beyond_masks(config: Any) -> list[str]:
+    """Return the kinds of layers that no mask describes."""
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    odd = set(kinds) - {"full_attention", "sliding_attention"}
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        odd.add("ALiBi")
+    return sorted(odd)
 
 
 def plainly_causal(config: Any) -> bool:
@@ -51,5 +76,6 @@ def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) 
 def _typed(config: Any, allowed: Tensor) -> Tensor:
     if config._attn_implementation != "eager":
         return allowed
-    dtype = config.dtype or torch.float32
+    named = config.dtype or torch.float32
+    dtype: Any = getattr(torch, named) if isinstance(named, str) else named  # save_pretrained leaves its name there
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)

@@ -147,9 +147,15 @@ class Head:
         """Refuse an architecture whose head computes something that this class does not know."""
         device = next(module.parameters()).device
         ids = torch.arange(8, device=device)[None] % self.num_ids
-        hidden = self.hidden(ids, torch.arange(8, device=device)[None], None)
+        try:
+            hidden = self.hidden(ids, torch.arange(8, device=device)[None], None)
+            theirs = module.forward(input_ids=ids).logits[..., : self.num_ids].float()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # of the code of an unusual model
+            raise SpecError(
+                f"model: {type(module).__name__} cannot be run as a plain language model: {error}; use another "
+                "architecture (docs/families.md lists those that were tried)"
+            ) from error
         ours = self.logits(hidden)
-        theirs = module.forward(input_ids=ids).logits[..., : self.num_ids].float()
         gap = (ours - theirs).abs().max().item()
         # The module's logits are rounded to the model's dtype after the product and after each later step.
         tolerance = max(1e-3, 2 * torch.finfo(hidden.dtype).eps)

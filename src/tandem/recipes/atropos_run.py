@@ -27,6 +27,7 @@ from tandem.build import run_engines
 from tandem.errors import ProcessEnded, SpecError
 from tandem.io import atomic_write
 from tandem.io.child_process import Child, Ready
+from tandem.io.gguf.directory import model_directory
 from tandem.runs.run import Run
 from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
 from tandem.spec.load import AnySpec, as_spec, to_toml
@@ -90,7 +91,7 @@ def plan_processes(spec: RunSpec, run_dir: Path | None) -> ProcessPlan:
     home.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PresetModel):
         model = _write_preset(model, spec.seed, home / "model")
-    place = Path(model.path)
+    place = Path(model_directory(model.path))
     return ProcessPlan(
         spec.model_copy(update={"model": model}),
         spec.rollouts,

@@ -32,6 +32,8 @@ async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunChec
     model = training.run_model(spec, crew)
     for note in training.options(spec, model):
         run.note_option(*note)
+    for text in model.renderer.mended:
+        run.warn(text)
     pairs, held_out = checked_pairs(model, spec.data, run)
     held_out = held_out[: spec.eval.examples]
     say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)

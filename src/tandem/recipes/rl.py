@@ -93,6 +93,8 @@ class RlRun:
             self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
         for note in training.options(self.spec, self.model):
             self.run.note_option(*note)
+        for text in self.model.renderer.mended:
+            self.run.warn(text)
         warmup = self.spec.warmup
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
         version = 0

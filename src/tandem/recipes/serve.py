@@ -13,6 +13,7 @@ from typing import Literal
 from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import RunError
 from tandem.io import prestart
+from tandem.io.gguf.directory import model_directory
 from tandem.io.model_path_check import refuse_no_model
 from tandem.io.sqlite_store import owned
 from tandem.obs.run_history import read_status
@@ -140,7 +141,7 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
         return str(merged_copy(learned)), learned.spec().name, learned.version
     if not os.path.exists(path / "status.json"):
         refuse_no_model(str(source), field=field, weights=weights)
-        return str(source), path.name or str(source), 0
+        return model_directory(str(source), field), path.name or str(source), 0
     export = path / "export"
     if not export.exists():
         raise RunError(f"{path}: has no export/, because the run did not succeed; see {path / 'status.json'}")

@@ -27,6 +27,8 @@ async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer, crew
     model = training.run_model(spec, crew)
     for note in training.options(spec, model):
         run.note_option(*note)
+    for text in model.renderer.mended:
+        run.warn(text)
     recordings, held_out = checked_rows(model, spec.data, run, "data")
     held_out = held_out[: spec.eval.examples]
     say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)

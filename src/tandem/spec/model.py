@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import os
+import re
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from tandem.spec.base import LocalPath, Spec
+
+_PINNED = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)@(?P<revision>[\w./-]+)")
 
 
 class LoraSpec(Spec):
@@ -64,12 +68,26 @@ class PresetModel(_ModelSpecBase):
 
 
 class PathModel(_ModelSpecBase):
-    """An existing model: a directory in Hugging Face format, or a hub id."""
+    """An existing model: a directory in Hugging Face format, a GGUF file, or a hub id."""
 
     path: Annotated[str, LocalPath()] = Field(min_length=1)
-    """Directory or hub id of a model that AutoModelForCausalLM can load."""
+    """Directory or hub id of a model that AutoModelForCausalLM can load, a GGUF file, or a folder that holds one."""
     revision: str = "main"
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit of a hub id. `path = "org/name@revision"` sets it, too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pinned(cls, raw: Any) -> Any:
+        """Take the revision out of a pinned hub id."""
+        told = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
+        path = told.get("path")
+        found = _PINNED.fullmatch(path) if isinstance(path, str) else None
+        if found is None or os.path.exists(found[0]):
+            return cast("Any", raw)
+        named, pinned = told.get("revision", found["revision"]), found["revision"]
+        if named != pinned:
+            raise ValueError(f"path = '{path}' and revision = '{named}' differ; write one of them")
+        return {**told, "path": found["id"], "revision": pinned}
 
 
 def _which_model(value: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.errors import TemplateError, TextTooLong
 from tandem.io.tool_calls import TOOL_CALL, parse_calls
+from tandem.text.special_tokens import mend
 from tandem.text.thinking_stream import END_THINK, THINK, ThoughtStream
 from tandem.text.tokenizer import fingerprint
 from tandem.text.tool_call_stream import CallStream
@@ -34,13 +35,20 @@ class Renderer:
         self._most_tokens, self._longest_token = 0, max(map(len, tokenizer.get_vocab()))
         closing = self.encode(self._after_assistant([], opens_next=False))
         special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-        if not closing or closing[0] not in special:
+        end = next((place for place, token_id in enumerate(closing) if token_id in special), -1)
+        if end < 0 or self.decode(closing[:end]).strip():
             raise TemplateError(
                 "model: its chat template does not close an assistant turn with a special token, so the end of a turn "
                 "cannot be sampled; use a template that writes the end-of-turn token after the assistant's content"
             )
-        self.end_id: int = closing[0]
-        """The template's text after the assistant's last word."""
+        self.end_id: int = closing[end]
+        """The template's end of an assistant's turn."""
+        self._before_end = closing[:end]  # some templates write a space there
+        inside = {*self.prompt([{"role": "user", "content": "."}])[1:]} & special - {self.end_id}
+        self.mended: tuple[str, ...] = mend(tokenizer, self.end_id, inside)
+        """What was changed in the tokenizer's special tokens, a sentence each."""
+        self.never_ends: frozenset[int] = frozenset(inside)
+        """Special tokens that the template writes within a prompt, so that they do not end an answer."""
         self.end_ids: frozenset[int] = frozenset({self.end_id, tokenizer.eos_token_id} - {None})
         self._opens_thought = self._render([{"role": "user", "content": "."}], True).rstrip().endswith(THINK)
         mark = self.encode(END_THINK)
@@ -114,7 +122,8 @@ class Renderer:
         markers."""
         ids = self.encode(self._after_assistant(messages, opens_next=True, tools=tools))
         # The sampled end of turn exists already; a turn that a limit or a stop string ended has none.
-        return ids[1:] if ids and ids[0] == last_id else ids
+        place = len(self._before_end)
+        return ids[place + 1 :] if ids[place : place + 1] == [last_id] else ids
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Return a recorded conversation as ids, with True for the assistant's tokens, including the end of turn."""
@@ -126,7 +135,7 @@ class Renderer:
                 pending.append(message)
                 continue
             context = self.glue(pending, ids[-1]) if ids else self.prompt(pending)
-            spoken = [*self.encode(self._spoken(message)), self.end_id]
+            spoken = [*self.encode(self._spoken(message)), *self._before_end, self.end_id]
             ids += context + spoken
             trained += [False] * len(context) + [True] * len(spoken)
             pending = []

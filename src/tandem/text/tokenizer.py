@@ -9,6 +9,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from tandem.errors import SpecError
+from tandem.io.gguf.directory import model_directory
 from tandem.io.model_path_check import refuse_no_model
 
 END, PAD = "<|end|>", "<|pad|>"
@@ -61,6 +62,7 @@ def load_tokenizer(path: str, revision: str = "main", field: str = "model.path")
     from transformers import AutoTokenizer
 
     refuse_no_model(path, revision, field, weights=False)
+    path = model_directory(path, field)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -76,6 +78,7 @@ def light_tokenizer(path: str, revision: str = "main", field: str = "model.path"
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging as transformers_logging
 
+    path = model_directory(path, field)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it warns if a model names another class
     try:

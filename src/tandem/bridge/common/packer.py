@@ -48,7 +48,8 @@ def forms(weights: Weights, replies: Sequence[Mapping[str, Any]], mode: str) -> 
     if layout and (odd := sorted(name for name in found if _layer_of(name) not in layout)):
         raise SyncError(
             f"{mode}: version {weights.version}: {listed(odd)} adapt no layer that the engine serves ({len(odd)} of "
-            f"{len(found)} tensors); trainer and engine must load one base model"
+            f"{len(found)} tensors); trainer and engine must load one base model, and model.lora.targets may "
+            "name only its linear layers, which stacked experts are not"
         )
     return found
 

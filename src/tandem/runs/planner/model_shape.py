@@ -10,6 +10,9 @@ from typing import Any
 
 from tandem.errors import SpecError
 from tandem.io.bounded_json import read_json
+from tandem.io.gguf.families import config_of
+from tandem.io.gguf.header import read_gguf
+from tandem.io.gguf.source import gguf_of
 from tandem.io.model_path_check import refuse_no_model
 from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.spec.algorithm import DistillSpec
@@ -45,6 +48,13 @@ def read_teacher(spec: RunSpec) -> ModelShape | None:
 
 def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:
     """A directory's config.json, or a hub id's."""
+    try:
+        gguf = gguf_of(path)
+    except ValueError as error:
+        raise NoPlan(f"'{path}': {error}") from error
+    if gguf is not None:
+        refuse_no_model(path)
+        return config_of(read_gguf(gguf))
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
         refuse_no_model(path, revision)

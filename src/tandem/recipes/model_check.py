@@ -1,0 +1,213 @@
+"""`tandem model check`: say what a model is, what it can be used for here, and whether trainer and engine agree on it.
+
+The model is loaded as a run would load it. Its answer to one question is decoded greedily by the embedded engine, and
+the trainer scores the same tokens. What stands in the way of a run is a finding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tandem.build import run_engines, standalone_engines, training
+from tandem.errors import SpecError, TandemError
+from tandem.io.gguf.source import gguf_of
+from tandem.io.model_path_check import refuse_missing
+from tandem.recipes import plan_run as plans
+from tandem.spec.bridges import BRIDGES
+from tandem.spec.engine import HfEngineSpec
+from tandem.spec.load import parse_spec
+from tandem.spec.model import PathModel
+from tandem.spec.precision import Bfloat16Precision, Float32Precision
+from tandem.types import Sampling, Trajectory
+
+if TYPE_CHECKING:
+    from tandem.build.training import BuiltModel
+
+QUESTION = "What is the capital of France?"
+_TOKENS, _ROW_TOKENS = 24, 1024
+_MOST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest mean difference of trainer's and engine's logprobs, in nats a token."""
+
+
+@dataclass(slots=True)
+class ModelCheck:
+    """What `check_model` found out. The facts are empty where a finding stood in the way."""
+
+    source: str
+    findings: list[str] = field(default_factory=list[str])
+    """What stands in the way of a run."""
+    mended: list[str] = field(default_factory=list[str])
+    """What Tandem changes in the special tokens."""
+    model: dict[str, Any] = field(default_factory=dict[str, Any])
+    template: dict[str, Any] = field(default_factory=dict[str, Any])
+    fits: dict[str, str] = field(default_factory=dict[str, str])
+    """What the model can be used for: "yes", or why not."""
+    memory: dict[str, str] = field(default_factory=dict[str, str])
+    answer: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+    def as_json(self) -> str:
+        return json.dumps({**asdict(self), "passed": self.passed}, indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        lines = [self.source]
+        for name in ("model", "template", "fits", "memory", "answer"):
+            facts: dict[str, Any] = getattr(self, name)
+            width = max(map(len, facts), default=0)
+            lines += (
+                ["", name, *(f"  {key:<{width}}  {_shown(value)}" for key, value in facts.items())] if facts else []
+            )
+        for name in ("mended", "findings"):
+            told: list[str] = getattr(self, name)
+            lines += ["", name, *(f"  {each}" for each in told)] if told else []
+        return "\n".join([*lines, "", "no findings" if self.passed else f"{len(self.findings)} findings"])
+
+
+def check_model(
+    source: str | Path, *, dtype: Literal["float32", "bfloat16"] = "float32", gpu: str = "", revision: str = "main"
+) -> ModelCheck:
+    """Check a model: a directory, a GGUF file, or a hub id. `gpu`: the kind of GPU to plan memory for; left out, this
+    machine's."""
+    check = ModelCheck(str(source))
+    try:
+        pinned = {"revision": revision} if revision != "main" else {}
+        spec = PathModel.model_validate({"path": str(source), **pinned})
+        refuse_missing(spec)
+        precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")
+        model = training.model(spec, precision, 0, training.pick_device("auto"))
+    except (TandemError, ValueError) as error:
+        check.findings.append(str(error))
+        return check
+    check.mended += model.renderer.mended
+    check.model = _facts(spec, model, dtype)
+    check.template = _template(model)
+    check.fits = _fits(spec, model)
+    check.memory = _memory(spec, dtype, gpu)
+    _ask(check, model, dtype)
+    return check
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _facts(spec: PathModel, model: BuiltModel, dtype: str) -> dict[str, Any]:
+    module = model.policy.module
+    config = module.config.get_text_config()
+    gguf = gguf_of(spec.path)
+    kind = "a GGUF file" if gguf else "a directory" if Path(spec.path).is_dir() else f"a hub id, at {spec.revision}"
+    return {
+        "source": kind,
+        "family": f"{config.model_type} ({type(module).__name__})",
+        "parameters": sum(tensor.numel() for tensor in module.parameters()),
+        "loaded as": f"{dtype}, on {model.device.type}",
+        "layers": config.num_hidden_layers,
+        "attention": config._attn_implementation,
+        "vocabulary": f"{config.vocab_size:,} ids, of which the tokenizer has {model.num_ids:,}",
+        "context": model.context,
+        "head": "tied to the embeddings" if config.tie_word_embeddings else "a matrix of its own",
+    }
+
+
+def _template(model: BuiltModel) -> dict[str, Any]:
+    renderer, tokenizer = model.renderer, model.renderer.tokenizer
+    named = sorted(tokenizer.convert_ids_to_tokens(list(renderer.end_ids)))
+    return {
+        "a question": repr(renderer.decode(renderer.prompt([{"role": "user", "content": "..."}]), skip_special=False)),
+        "ends an answer": ", ".join(named),
+        "begins a text": tokenizer.bos_token or "nothing",
+        "padding": tokenizer.pad_token,
+    }
+
+
+def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
+    from importlib.util import find_spec
+
+    from tandem.ops import packed_attention
+
+    module = model.policy.module
+    ways = {kind: [name for name, each in BRIDGES.items() if kind in each.engines] for kind in ("hf", "server", "vllm")}
+    found = {f"engine {kind}": f"bridges {', '.join(names)}" for kind, names in ways.items()}
+    found["engine vllm"] += "; vLLM is not asked here: `tandem engine check`"
+    found["model.attention = 'packed'"] = packed_attention.why_not(module) or "yes"
+    linears = {type(part).__name__ for part in module.modules()} & {"Linear", "Conv1D"}
+    found["model.lora"] = "yes" if linears else "no linear layers"
+    found["model.lora.base"] = "int8, nf4" if find_spec("bitsandbytes") else "bitsandbytes is not installed"
+    found["parallel.ranks"] = training.why_not_ranks(model, spec.path) or "yes"
+    return found
+
+
+def _memory(spec: PathModel, dtype: str, gpu: str) -> dict[str, str]:
+    """Return what SFT needs by the planner: all weights, and LoRA."""
+    found: dict[str, str] = {}
+    for name, lora in {"all weights": {}, "LoRA, rank 16": {"lora": {"rank": 16}}}.items():
+        raw = {
+            "recipe": "sft",
+            "model": {"path": spec.path, "revision": spec.revision, **lora},
+            "data": {"kind": "file", "path": "rows.jsonl"},
+            "train": {"steps": 1, "lr": 1e-5},
+            "precision": {"weights": dtype},
+        }
+        try:
+            told = parse_spec(raw)
+            kind, total_gib, _ = plans.live_memory(told) if not gpu else (gpu, 0.0, 0.0)
+            plan = plans.plan_run(told, gpu=kind, memory_gib=total_gib, row_tokens=_ROW_TOKENS)
+        except TandemError as error:
+            found[name] = str(error)
+            continue
+        verdict = "fits" if plan.fits else "does not fit"
+        found[name] = f"{plan.peak_gib:.2f} GiB of {plan.memory_gib:.1f} ({plan.gpu}): {verdict}"
+    found["of"] = f"SFT with rows of {_ROW_TOKENS:,} tokens, estimated"
+    return found
+
+
+def _ask(check: ModelCheck, model: BuiltModel, dtype: str) -> None:
+    """Ask one question, and compare the engine's logprobs of its answer with the trainer's."""
+    prompt = model.renderer.prompt([{"role": "user", "content": QUESTION}])
+    try:
+        told = asyncio.run(_answered(model, prompt))
+        row = Trajectory(
+            ids=[*prompt, *told.ids],
+            trained=[False] * len(prompt) + [True] * len(told.ids),
+            logprobs=[0.0] * len(prompt) + list(told.logprobs),
+            versions=[-1] * len(prompt) + list(told.versions),
+        )
+        ours = training.scorer(model, 4096)(row)
+    except SpecError as error:  # another engine may serve it, and recorded data needs none
+        check.fits["engine hf"] = check.fits["engine server"] = str(error)
+        return
+    except (TandemError, RuntimeError, ValueError, TypeError) as error:  # from transformers' code of the model
+        check.findings.append(f"the embedded engine cannot serve it: {type(error).__name__}: {error}")
+        return
+    gap = sum(abs(a - b) for a, b in zip(ours, told.logprobs, strict=True)) / len(ours)
+    check.answer = {
+        "to": QUESTION,
+        "is": repr(model.renderer.decode(told.ids, skip_special=False)),
+        "nats a token, engine from trainer": gap,
+    }
+    if not gap <= _MOST_GAP[dtype]:
+        check.findings.append(
+            f"engine and trainer differ by {gap:.2g} nats a token, where {_MOST_GAP[dtype]:g} is the most in {dtype}: "
+            "a run would end with LogprobGap"
+        )
+
+
+async def _answered(model: BuiltModel, prompt: list[int]) -> Any:
+    engine = standalone_engines.embedded(HfEngineSpec(), model, inline=True)
+    bridge = run_engines.inproc_bridge()
+    await engine.attach(bridge.source(engine.receivers))
+    bridge.send(model.policy.weights(0, "live"))
+    await engine.load(0)
+    try:
+        return await engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
+    finally:
+        await engine.close()

@@ -1,0 +1,418 @@
+"""One suite over model families: each cell of docs/families.md is one check of one family, at a tiny size.
+
+A cell holds, or Tandem refuses it by a sentence; anything else is a bug. `python docs/make_families.py` writes the
+table from this suite. test_families.py runs it again, and compares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+from tandem.bridge.files.adapter import AdapterBridge
+from tandem.bridge.files.checkpoint import DiskBridge
+from tandem.bridge.inproc import InprocBridge
+from tandem.build import standalone_engines, training
+from tandem.build.training import BuiltModel
+from tandem.errors import TandemError
+from tandem.ops.byte_sizes import shares_never
+from tandem.spec.engine import HfEngineSpec
+from tandem.spec.model import LoraSpec, PathModel
+from tandem.spec.precision import Float32Precision
+from tandem.spec.train import SftStage
+from tandem.text.tokenizer import byte_tokenizer
+from tandem.train.batch_packing import make_batch
+from tandem.types import MicroBatch, Sampling, Trajectory, WeightKind
+
+CPU = torch.device("cpu")
+TOKENIZER = byte_tokenizer()
+NEAR = 1e-5
+"""Largest difference of two computations of one logprob in float32."""
+PROMPT = TOKENIZER.encode("<|user|>sort waltz, and tell me how it is done, step by step<|end|><|assistant|>")
+SPOKEN = [TOKENIZER.encode(text) for text in ("altwz<|end|>", "a, then l, then t<|end|>", "no<|end|>")]
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(TOKENIZER), "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 256,
+    "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": TOKENIZER.eos_token_id,
+    "pad_token_id": TOKENIZER.pad_token_id,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+class Family(NamedTuple):
+    models: str
+    config: str
+    """The name of the config's class in transformers."""
+    sizes: dict[str, Any] = {}  # noqa: RUF012 - a named tuple's default is never changed
+    attention: str = "sdpa"
+    """The attention of plain transformers; "eager" where it has no other."""
+
+
+FAMILIES: dict[str, Family] = {
+    "Llama": Family("Llama 2 to 3.3, SmolLM 1 and 2", "LlamaConfig"),
+    "SmolLM3": Family("SmolLM3", "SmolLM3Config"),
+    "Mistral": Family("Mistral, Ministral", "MistralConfig", {"sliding_window": 24}),
+    "Qwen2": Family("Qwen 2 and 2.5", "Qwen2Config"),
+    "Qwen3": Family("Qwen 3", "Qwen3Config"),
+    "Qwen3-MoE": Family("Qwen 3 MoE", "Qwen3MoeConfig", _EXPERTS),
+    "Qwen3-Next": Family("Qwen 3 Next", "Qwen3NextConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "Qwen3.5": Family("Qwen 3.5, text", "Qwen3_5TextConfig"),
+    "Mixtral": Family("Mixtral", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Gemma": Family("Gemma 1", "GemmaConfig"),
+    "Gemma2": Family("Gemma 2", "Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 16}, "eager"),
+    "Gemma3": Family("Gemma 3, text", "Gemma3TextConfig", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "Phi3": Family("Phi 3 and 4", "Phi3Config"),
+    "OLMo2": Family("OLMo 2", "Olmo2Config"),
+    "OLMo3": Family("OLMo 3", "Olmo3Config", {"sliding_window": 24}),
+    "Gemma4": Family(
+        "Gemma 4, text",
+        "Gemma4TextConfig",
+        {
+            "sliding_window": 24, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+            "vocab_size_per_layer_input": len(TOKENIZER),
+        },
+    ),
+    "GLM4": Family("GLM 4", "Glm4Config"),
+    "Cohere2": Family("Command R7B", "Cohere2Config", {"sliding_window": 24}),
+    "LFM2": Family("LFM 2", "Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}),
+    "Granite 4": Family(
+        "Granite 4, hybrid",
+        "GraniteMoeHybridConfig",
+        {
+            "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+            "num_local_experts": 0, "shared_intermediate_size": 64,
+        },
+    ),
+    "Jamba": Family(
+        "Jamba",
+        "JambaConfig",
+        {
+            "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+            "num_experts": 2, "use_mamba_kernels": False, "mamba_d_state": 8,
+        },
+    ),
+    "Falcon-H1": Family(
+        "Falcon H1",
+        "FalconH1Config",
+        {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16},
+    ),
+    "OLMo hybrid": Family("OLMo hybrid", "OlmoHybridConfig"),
+    "Llama 4": Family(
+        "Llama 4, text",
+        "Llama4TextConfig",
+        {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 24},
+    ),
+    "Granite": Family("Granite 3", "GraniteConfig"),
+    "gpt-oss": Family(
+        "gpt-oss", "GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}, "eager"
+    ),
+    "DeepSeek-V3": Family(
+        "DeepSeek V3 and R1 (MLA)",
+        "DeepseekV3Config",
+        {
+            "head_dim": 8, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        },
+    ),
+}  # fmt: skip
+
+
+class Different(Exception):
+    """Two computations of the same thing differ: a bug."""
+
+
+class Bench:
+    """One family's model on the disk, and what is made of it."""
+
+    def __init__(self, family: Family, place: Path) -> None:
+        self.family, self.place = family, place
+        self.path = place / "model"
+        options = {**_SIZES, **family.sizes}
+        config = getattr(transformers, family.config)(**options)
+        torch.manual_seed(0)
+        module: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=family.attention)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if "norm" in name or name.endswith((".bias", "sinks")):  # otherwise 1 or 0, so that a mistake hides
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        module.save_pretrained(self.path)
+        TOKENIZER.save_pretrained(self.path)
+
+    def built(self, lora: LoraSpec | None = None, path: Path | None = None) -> BuiltModel:
+        spec = PathModel(path=str(path or self.path), lora=lora)
+        return training.model(spec, Float32Precision(), 0, CPU)
+
+    def plain(self, path: Path | None = None) -> Any:
+        """The model as transformers alone loads it."""
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path or self.path, dtype=torch.float32, attn_implementation=self.family.attention
+        ).eval()
+
+
+def rows(prompt: Sequence[int] = PROMPT) -> list[Trajectory]:
+    """Siblings: recorded answers to one prompt."""
+    return [
+        Trajectory(
+            ids=[*prompt, *spoken],
+            trained=[False] * len(prompt) + [True] * len(spoken),
+            logprobs=[0.0] * (len(prompt) + len(spoken)),
+            versions=[-1] * (len(prompt) + len(spoken)),
+        )
+        for spoken in SPOKEN
+    ]
+
+
+def scores(model: BuiltModel, groups: list[list[Trajectory]], shares: Any = shares_never) -> list[Tensor]:
+    """The trainer's logprobs of each micro-batch."""
+    return [model.policy.score(micro, 1.0) for micro in batch_of(groups, shares)]
+
+
+def batch_of(groups: list[list[Trajectory]], shares: Any) -> list[MicroBatch]:
+    return make_batch(
+        groups, training.sft_algorithm(), micro_tokens=4096, version=0, shares=shares, device=CPU
+    ).micro  # fmt: skip
+
+
+def alone(model: BuiltModel) -> Tensor:
+    """The trainer's logprobs of each answer, one sequence at a time, in the order of `rows`."""
+    return torch.cat([scores(model, [[row]])[0] for row in rows()])
+
+
+def by_transformers(module: Any) -> Tensor:
+    found: list[Tensor] = []
+    with torch.no_grad():
+        for row in rows():
+            ids = torch.tensor([row.ids])
+            logprobs = module(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            found.append(logprobs.gather(1, ids[0, 1:, None])[len(PROMPT) - 1 :, 0])
+    return torch.cat(found)
+
+
+def near(ours: Tensor, theirs: Tensor, most: float = NEAR) -> None:
+    # Sorted, because packing puts the longest sequence first.
+    if ours.shape != theirs.shape:
+        raise Different(f"{list(ours.shape)} numbers where {list(theirs.shape)} belong")
+    gap = float((ours.sort()[0] - theirs.sort()[0]).abs().max())
+    if not gap <= most:
+        raise Different(f"logprobs differ by {gap:.2g}")
+
+
+def step(model: BuiltModel, lr: float = 1e-2) -> None:
+    """Train one step on the recordings. Every part that should move must have a gradient."""
+    stage = SftStage(steps=1, lr=lr)
+    trainer = training.trainer(stage, model, training.sft_algorithm(), 0, 0)
+    before = {name: tensor.detach().clone() for name, tensor in model.policy.trainable()}
+    metrics = trainer.step(training.batches(stage, model, training.sft_algorithm())([rows()], 0))
+    if not metrics["grad/norm"] > 0:
+        raise Different("the gradient is 0")
+    if all(torch.equal(before[name], tensor) for name, tensor in model.policy.trainable()):
+        raise Different("the step changed nothing")
+
+
+async def _served(engine: Any, bridge: Any, model: BuiltModel, kind: WeightKind) -> list[tuple[Any, list[int]]]:
+    await engine.attach(bridge.source(1))
+    bridge.send(model.policy.weights(1, kind))
+    await engine.load(1)
+    prompts = [PROMPT, PROMPT[:9], [*PROMPT, *SPOKEN[1], *PROMPT]]  # of different lengths: they are batched
+    sampling = Sampling(max_tokens=16, temperature=1.0)
+    asked = [engine.generate(ids, replace(sampling, seed=number)) for number, ids in enumerate(prompts)]
+    try:
+        return list(zip(await asyncio.gather(*asked), prompts, strict=True))
+    finally:
+        await engine.close()
+
+
+def served(model: BuiltModel, bridge: Any, kind: WeightKind, other: BuiltModel | None = None) -> None:
+    """Bring the weights over the bridge, and compare the engine's logprobs with the trainer's. `other`: the model of
+    the engine, where it is not the trainer's own."""
+    engine = standalone_engines.embedded(HfEngineSpec(max_running=4, kv_gib=0.1), other or model, inline=True)
+    for told, prompt in asyncio.run(_served(engine, bridge, model, kind)):
+        count = len(told.ids)
+        row = Trajectory(
+            ids=[*prompt, *told.ids],
+            trained=[False] * len(prompt) + [True] * count,
+            logprobs=[0.0] * (len(prompt) + count),
+            versions=[-1] * (len(prompt) + count),
+        )
+        near(torch.tensor(told.logprobs), scores(model, [[row]])[0], 10 * NEAR)
+
+
+# --- the cells
+
+
+def trainer(bench: Bench) -> None:
+    near(alone(bench.built()), by_transformers(bench.plain()))
+
+
+def packing(bench: Bench) -> None:
+    model = bench.built()
+    (together,) = scores(model, [[row] for row in rows()])
+    near(together, alone(model))
+
+
+def trees(bench: Bench) -> None:
+    model = bench.built()
+    (tree,) = scores(model, [rows()], lambda apart, tree: True)
+    near(tree, alone(model))
+
+
+def sft(bench: Bench) -> None:
+    """The gradient of a packed batch is that of its sequences one by one; and a step of LoRA and of all weights."""
+    model = bench.built()
+    gradients: list[dict[str, Tensor]] = []
+    for groups in ([[[row] for row in rows()]], [[[row]] for row in rows()]):
+        model.policy.module.zero_grad()
+        for each in groups:
+            (micro,) = batch_of(each, shares_never)
+            model.policy.logprobs(micro, 1.0).logprobs_N.sum().backward()
+        gradients.append(
+            {name: tensor.grad.clone() for name, tensor in model.policy.trainable() if tensor.grad is not None}
+        )
+    packed, single = gradients
+    for name in single:
+        if not (packed[name] - single[name]).norm() <= 10 * NEAR * (1 + single[name].norm()):
+            raise Different(f"the gradient of {name} differs between packed and single sequences")
+    step(model)
+    step(bench.built(LoraSpec(rank=4)))
+
+
+def all_weights(bench: Bench) -> None:
+    model = bench.built()
+    step(model)
+    served(model, InprocBridge(20.0), "live")
+
+
+def lora(bench: Bench) -> None:
+    model = bench.built(LoraSpec(rank=4))
+    step(model)
+    served(model, InprocBridge(20.0), "live")
+
+
+def quantized(bench: Bench) -> None:
+    for base in ("int8", "nf4"):
+        model = bench.built(LoraSpec(rank=4, base=base))
+        step(model)
+        served(model, InprocBridge(20.0), "live")
+
+
+def disk(bench: Bench) -> None:
+    model = bench.built()
+    step(model)
+    buffers = [
+        f"{path}.{name}" if path else name
+        for path, part in model.policy.module.named_modules()
+        for name in part._non_persistent_buffers_set
+    ]
+    (bench.place / "versions").mkdir(exist_ok=True)
+    served(model, DiskBridge(bench.place / "versions", bench.path, buffers=buffers), "full", bench.built())
+
+
+def adapter(bench: Bench) -> None:
+    model = bench.built(LoraSpec(rank=4))
+    step(model)
+    served(model, AdapterBridge(bench.place / "adapters"), "adapter", bench.built())
+
+
+def export(bench: Bench) -> None:
+    for number, spec in enumerate((None, LoraSpec(rank=4))):
+        model = bench.built(spec)
+        step(model)
+        place = bench.place / f"export-{number}"
+        training.export(model, place)
+        near(alone(model), by_transformers(bench.plain(place)))
+        near(alone(model), alone(bench.built(path=place)))
+
+
+def ranks(bench: Bench) -> None:
+    from tandem.model.load_rows import opened_model
+
+    module = bench.plain()
+    with opened_model(str(bench.path), "main", "sdpa") as (skeleton, rows_of):
+        for (name, parameter), whole in zip(skeleton.named_parameters(), module.parameters(), strict=True):
+            if not torch.equal(
+                rows_of(parameter, 0, len(parameter)), whole.reshape(len(whole), -1).reshape(whole.shape)
+            ):
+                raise Different(f"the rows of {name} are not the weight's")
+
+
+CELLS: dict[str, Callable[[Bench], None]] = {
+    "trainer": trainer, "packing": packing, "prompt trees": trees, "SFT": sft, "all weights, inproc": all_weights,
+    "disk": disk, "LoRA, inproc": lora, "adapter": adapter, "int8, nf4": quantized, "export": export, "ranks": ranks,
+}  # fmt: skip
+
+
+def outcome(cell: str, bench: Bench) -> str:
+    """Return "yes", or the sentence of the refusal. Everything else is raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            CELLS[cell](bench)
+        except TandemError as error:
+            return re.sub(r"\{[^}]*\}", "{...}", str(error).replace(str(bench.path), "MODEL"))  # sets have no order
+    return "yes"
+
+
+@cache
+def outcomes(name: str) -> dict[str, str]:
+    """Return every cell of a family."""
+    with tempfile.TemporaryDirectory() as place:
+        bench = Bench(FAMILIES[name], Path(place))
+        return {cell: outcome(cell, bench) for cell in CELLS}
+
+
+# --- the page
+
+HEAD = """\
+# Model families
+
+This page is made by a suite (`python docs/make_families.py`), which a slow test runs again and compares. Each row is a
+family at a tiny size with random weights, on a CPU in float32, as transformers {version} has it. Each cell is a check:
+**yes** means that it holds, a number that Tandem refuses it, with the sentence below the table.
+
+| column | what is checked |
+|---|---|
+| trainer | the trainer's logprobs are those of plain transformers, within 1e-5 |
+| packing | several sequences in one row give the logprobs of each alone, within 1e-5 |
+| prompt trees | siblings that share one copy of their prompt do, too |
+| SFT | packed sequences have the gradient of single ones, within 1e-4; a step of all weights, and one of LoRA |
+| all weights, inproc | after a step, the embedded engine's logprobs of what it sampled are the trainer's, within 1e-4 |
+| disk | the same for an engine with a module of its own, over files |
+| LoRA, inproc | the same with adapters |
+| adapter | the same for an engine with a module of its own, which gets adapters only |
+| int8, nf4 | the same with adapters on a base in few bits |
+| export | plain transformers loads what was exported after a step, with the trainer's logprobs |
+| ranks | several ranks can read the model's files by rows |
+
+A family that is not here may work: `tandem model check MODEL` ([models.md](models.md#check-a-model-first)) says so of
+one model. vLLM is not part of the suite; `tandem engine check` compares it.
+
+"""
+
+
+def page() -> str:
+    """Return docs/families.md."""
+    refusals: dict[str, int] = {}
+    lines = [f"| family | models | {' | '.join(CELLS)} |", f"|---|---|{'---|' * len(CELLS)}"]
+    for name, family in FAMILIES.items():
+        told = [
+            each if each == "yes" else f"[{refusals.setdefault(each, len(refusals) + 1)}](#refusals)"
+            for each in outcomes(name).values()
+        ]
+        lines.append(f"| {name} | {family.models} | {' | '.join(told)} |")
+    notes = ["", "## Refusals", "", "| | what Tandem says |", "|---|---|"]
+    notes += [f"| {number} | {text.replace('|', '/')} |" for text, number in refusals.items()]
+    return HEAD.format(version=transformers.__version__) + "\n".join([*lines, *notes]) + "\n"

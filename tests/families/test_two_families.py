@@ -1,0 +1,70 @@
+"""Two families of the suite, in the fast tier; and that its checks can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import family_suite as suite
+import pytest
+import torch
+
+from tandem.errors import SyncError
+from tandem.ops import attention_masks
+from tandem.spec.load import parse_spec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+QUICK = ("trainer", "packing", "prompt trees", "all weights, inproc", "adapter", "export")
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
+def test_a_family_holds(name: str, tmp_path: Path):
+    bench = suite.Bench(suite.FAMILIES[name], tmp_path)
+    assert [suite.outcome(cell, bench) for cell in QUICK] == ["yes"] * len(QUICK)
+
+
+def test_layers_without_their_window_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bench = suite.Bench(suite.FAMILIES["Gemma2"], tmp_path)
+    for_model = attention_masks.for_model
+
+    def far(*args: Any) -> Any:
+        masks = for_model(*args)
+        return dict.fromkeys(masks, masks["full_attention"])
+
+    monkeypatch.setattr(attention_masks, "for_model", far)
+    with pytest.raises(suite.Different, match="logprobs differ by"):
+        suite.outcome("trainer", bench)
+
+
+def test_an_engine_of_other_weights_is_found(tmp_path: Path):
+    """With other weights than the trainer's, which the proof of the bridge does not see after it."""
+    bench = suite.Bench(suite.FAMILIES["Qwen3"], tmp_path)
+    model, other = bench.built(), bench.built()
+    with torch.no_grad():
+        other.policy.module.lm_head.weight.mul_(1.01)
+    with pytest.raises((suite.Different, SyncError)):
+        suite.served(model, suite.InprocBridge(20.0), "live", other)
+
+
+def test_a_model_without_sdpa_is_loaded_with_eager_attention_and_a_run_says_so(tmp_path: Path):
+    model = suite.Bench(suite.FAMILIES["Gemma2"], tmp_path).built()
+    assert model.policy.module.config._attn_implementation == "eager"
+    raw = {
+        "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},
+        "data": {"kind": "file", "path": "rows.jsonl"},
+    }  # fmt: skip
+    noted = {name: (engaged, why) for name, _, engaged, why in suite.training.options(parse_spec(raw), model)}
+    assert noted["model.attention"] == (False, "transformers chose 'eager' for Gemma2ForCausalLM")
+
+
+def test_a_hybrid_learns_from_packed_sequences_as_from_single_ones_and_the_run_says_how(tmp_path: Path):
+    bench = suite.Bench(suite.FAMILIES["LFM2"], tmp_path)
+    assert [suite.outcome(cell, bench) for cell in ("trainer", "packing", "prompt trees", "SFT")] == ["yes"] * 4
+    assert "which the embedded engine cannot batch; set engine.kind = 'vllm'" in suite.outcome("disk", bench)
+    raw = {
+        "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},
+        "data": {"kind": "file", "path": "rows.jsonl"},
+    }  # fmt: skip
+    noted = {name: (engaged, why) for name, _, engaged, why in suite.training.options(parse_spec(raw), bench.built())}
+    assert noted["packing of sequences"][0] is False
+    assert "lfm2 has layers of kind conv, so each sequence has a row of its own" in noted["packing of sequences"][1]

@@ -1,0 +1,76 @@
+"""`tandem model check`: what it says of a sound model, and that what stands in the way is a finding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_tokenizers import CHATML
+from typer.testing import CliRunner
+
+import tandem
+from tandem.build import standalone_engines, training
+from tandem.cli.main import app
+from tandem.text.tokenizer import CHAT_TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    standalone_engines.write_preset("tiny", "0", str(path))
+    return path
+
+
+def checked(*words: str) -> tuple[int, dict[str, Any]]:
+    done = CliRunner().invoke(app, ["model", "check", *words, "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_a_sound_model_is_described_and_answers_with_the_trainers_logprobs(tiny: Path):
+    code, told = checked(str(tiny), "--gpu", "h200")
+    assert (code, told["passed"], told["findings"], told["mended"]) == (0, True, [], [])
+    assert told["model"]["family"] == "qwen3 (Qwen3ForCausalLM)"
+    assert told["template"]["ends an answer"] == "<|end|>"
+    assert told["fits"]["engine hf"] == "bridges inproc"
+    assert told["fits"]["parallel.ranks"] == "yes"
+    assert "(h200): fits" in told["memory"]["all weights"]
+    assert told["answer"]["nats a token, engine from trainer"] < 1e-5
+    assert "no findings" in CliRunner().invoke(app, ["model", "check", str(tiny)]).stdout
+
+
+def test_an_engine_that_differs_from_the_trainer_is_a_finding(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    scorer = training.scorer
+
+    def shifted(*args: Any) -> Any:
+        return lambda row: [logprob + 0.01 for logprob in scorer(*args)(row)]
+
+    monkeypatch.setattr(training, "scorer", shifted)
+    code, told = checked(str(tiny))
+    assert code == 1
+    assert "engine and trainer differ by 0.01 nats a token, where 0.001 is the most in float32" in told["findings"][0]
+    assert tandem.check_model(tiny, dtype="bfloat16").passed  # its rounding is wider than that
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", "does not close an assistant turn"),
+        (CHATML, "does not close an assistant turn"),  # its marks are not special tokens of this tokenizer
+    ],
+)
+def test_a_template_that_cannot_be_used_is_a_finding(template: str, why: str, tiny: Path, tmp_path: Path):
+    for file in tiny.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert (tmp_path / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    (tmp_path / "chat_template.jinja").write_text(template)
+    code, told = checked(str(tmp_path))
+    assert code == 1
+    assert why in told["findings"][0]
+
+
+def test_what_is_no_model_is_a_finding(tmp_path: Path):
+    code, told = checked(str(tmp_path))
+    assert code == 1
+    assert "has no config.json" in told["findings"][0]
