@@ -32,6 +32,7 @@ from tandem.spec.train import WarmupStage
 from tandem.types import Batch, Group, Metrics, Sampling, Trajectory
 
 _SAMPLES_KEPT = 8
+_CANARY_TASKS = 4
 _SHOWN_PART = 5  # without held-out tasks, the first and the last fifth of the steps are reported
 
 
@@ -61,12 +62,13 @@ class RlRun:
         self.model = training.run_model(spec, crew, getattr(spec.engine, "max_context", 0))
         self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew)
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
+        self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed) if environment else []
         self.publisher = run_engines.publisher(
-            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self.attached
-        )
+            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self.attached,
+            [task.messages for task in self.eval_tasks[:_CANARY_TASKS]],
+        )  # fmt: skip
         self._noted = set[str]()
         self.setting = None if environment is None else self._setting(environment, training.its_spec(spec))
-        self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed) if environment else []
         if environment is not None:
             say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
 
