@@ -51,7 +51,8 @@ def spec_of(row: str, model: Path, device: str, home: Path) -> RlSpec:
     bridge, weights, kind = row.split(":")
     engine = "hf" if bridge == "inproc" else "vllm" if device == "cuda" else "server"
     raw: dict[str, Any] = {
-        "recipe": "rl", "device": device, "environment": {"name": "arithmetic"}, "sync": {"bridge": bridge, "retries": 0},
+        "recipe": "rl", "device": device, "environment": {"name": "arithmetic"},
+        "sync": {"bridge": bridge, "retries": 0},
         "model": {"path": str(model), **({"lora": {"rank": 16}} if kind == "lora" else {})},
         "precision": {"weights": weights, **({"master": "split"} if weights == "bfloat16" else {})},
         "engine": {"kind": engine, "max_context": 512, **({"memory_share": 0.3} if engine == "vllm" else {})},
@@ -222,7 +223,7 @@ async def one_row(row: str, options: argparse.Namespace, home: Path) -> tuple[li
                     trainer.version += 1
                     fresh = run_engines.publisher(joined, model, 300.0, call, prompts=asked)
                     try:
-                        proof = await fresh.publish(Planted(trainer, fault))
+                        proof = await fresh.publish(cast("Any", Planted(trainer, fault)))
                     except LogprobGap as error:
                         seen.setdefault(name, []).append(float(str(error).split("differ by ")[1].split()[0]))
                     else:
