@@ -51,6 +51,7 @@ PYTHON_FUNCTION = {
     "sync audit": "audit_sync",
     "sync status": "sync_status",
     "sync bench": "bench_sync",
+    "env check": "measure_base_rate",
     "env new": "new_environment",
     "env try": "try_environment",
     "env serve": "serve_environment",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.recipes import resume as resume
     from tandem.recipes import run as run
     from tandem.recipes.atropos_run import run_atropos as run_atropos
+    from tandem.recipes.base_rate import measure_base_rate as measure_base_rate
     from tandem.recipes.engine_commands import check_engine as check_engine
     from tandem.recipes.engine_commands import install_engine as install_engine
     from tandem.recipes.environment_client import serve_environment as serve_environment
@@ -74,6 +75,7 @@ _API = {
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
     "evaluate_model": "tandem.recipes.evaluation",
+    "measure_base_rate": "tandem.recipes.base_rate",
     "export_run": "tandem.recipes.export",
     "compare_runs": "tandem.runs.compare",
     "push_artifacts": "tandem.runs.uploads",

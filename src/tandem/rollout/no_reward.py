@@ -111,7 +111,9 @@ class RewardWatch:
     def _told(self, found: NoReward) -> str:
         played = [each.trajectory for each in self._samples]
         if not played:
-            return f"nothing to learn from yet: {len(self._failures)} groups failed. Likely {found.kind}: {found.text}"
+            return (
+                f"nothing to learn from yet: {len(self._failures)} episodes failed. Likely {found.kind}: {found.text}"
+            )
         earned = f"all of the first {len(played)} answers earned {played[0].reward:g}"
         return (
             f"nothing to learn from yet: {earned}. Likely {found.kind}: {found.text}. Three of them:\n{answers(played)}"
@@ -125,7 +127,7 @@ def likely_reason(
     samples = [_Sample(*each) for each in played]
     if len(failures) >= 2 and len(failures) > len({each.task.id for each in samples}):
         kinds = Counter(failure.kind for failure in failures).most_common(1)
-        text = f"{len(failures)} groups failed, most of them with '{kinds[0][0]}'; the last: {failures[-1]}"
+        text = f"{len(failures)} episodes failed, most of them with '{kinds[0][0]}'; the last: {failures[-1]}"
         return NoReward("scorer", f"{text}; mend it, and try it by `tandem env try`")
     if not samples or len({each.trajectory.reward for each in samples}) > 1:
         return None
@@ -205,8 +207,8 @@ def _format(samples: list[_Sample], max_tokens: int) -> NoReward | None:
             what = f"<{sorted(asked[0][1])[0]}>" if name == "a tag" else name
             return NoReward(
                 "format",
-                f"the prompt asks for {what}, and {given} of {len(asked)} answers have it; show the model an example in "
-                "the prompt, reward the format by itself, or warm the model up ([warmup])",
+                f"the prompt asks for {what}, and {given} of {len(asked)} answers have it; show the model an example "
+                "in the prompt, reward the format by itself, or warm the model up ([warmup])",
             )
     return None
 
