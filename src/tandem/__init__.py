@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.runs.artifacts import list_artifacts as list_artifacts
     from tandem.runs.compare import compare_runs as compare_runs
     from tandem.runs.doctor import diagnose as diagnose
+    from tandem.runs.first_spec import write_first_spec as write_first_spec
     from tandem.runs.run_ending import digest_run as digest_run
     from tandem.runs.supervise import supervise_run as supervise_run
     from tandem.runs.uploads import push_artifacts as push_artifacts
@@ -76,6 +77,7 @@ _API = {
     "bench_sync": "tandem.recipes.sync_bench",
     "evaluate_model": "tandem.recipes.evaluation",
     "measure_base_rate": "tandem.recipes.base_rate",
+    "write_first_spec": "tandem.runs.first_spec",
     "export_run": "tandem.recipes.export",
     "compare_runs": "tandem.runs.compare",
     "push_artifacts": "tandem.runs.uploads",
