@@ -32,7 +32,7 @@ TASKS = {
     "prefer": ("pairs.jsonl", "org/pairs"),
 }
 KINDS: dict[str, type] = {"rewards": RlSpec, "imitate": SftSpec, "prefer": PreferenceSpec}
-EVERY = [
+EVERY: list[tuple[Any, ...]] = [
     (goal, model, task, gpu, vllm)
     for goal, tasks in TASKS.items()
     for model, task, gpu, vllm in product(MODELS, tasks, GPUS, (False, True))
