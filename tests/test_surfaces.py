@@ -52,6 +52,8 @@ PYTHON_FUNCTION = {
     "sync audit": "audit_sync",
     "sync status": "sync_status",
     "sync bench": "bench_sync",
+    "env check": "measure_base_rate",
+    "init": "write_first_spec",
     "env new": "new_environment",
     "env try": "try_environment",
     "env serve": "serve_environment",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.recipes import resume as resume
     from tandem.recipes import run as run
     from tandem.recipes.atropos_run import run_atropos as run_atropos
+    from tandem.recipes.base_rate import measure_base_rate as measure_base_rate
     from tandem.recipes.engine_commands import check_engine as check_engine
     from tandem.recipes.engine_commands import install_engine as install_engine
     from tandem.recipes.environment_client import serve_environment as serve_environment
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.runs.artifacts import list_artifacts as list_artifacts
     from tandem.runs.compare import compare_runs as compare_runs
     from tandem.runs.doctor import diagnose as diagnose
+    from tandem.runs.first_spec import write_first_spec as write_first_spec
     from tandem.runs.run_ending import digest_run as digest_run
     from tandem.runs.supervise import supervise_run as supervise_run
     from tandem.runs.uploads import push_artifacts as push_artifacts
@@ -76,6 +78,8 @@ _API = {
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
     "evaluate_model": "tandem.recipes.evaluation",
+    "measure_base_rate": "tandem.recipes.base_rate",
+    "write_first_spec": "tandem.runs.first_spec",
     "export_run": "tandem.recipes.export",
     "compare_runs": "tandem.runs.compare",
     "push_artifacts": "tandem.runs.uploads",

@@ -17,6 +17,7 @@ import hashlib
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -59,7 +60,8 @@ class TrainerView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A prompt that engine and trainer both compute after every new version."""
+    """Prompts that engine and trainer both compute: the first after every new version, all of them where few tokens do
+    not decide."""
 
     prompt_ids: tuple[int, ...]
     floor: float
@@ -68,9 +70,12 @@ class Canary:
     """The limit for a fresh engine, in nats: above it the engine does not compute what the trainer computes."""
     max_tokens: int = 2
     doubted_tokens: int = 2
-    """A gap above the limit may be chance with few tokens; then this many tokens decide."""
+    """A gap above the limit may be chance with few tokens; then answers of this many tokens to all prompts decide."""
     times: float = 4.0
     """The limit is this multiple of the fresh engine's gap, or the floor if that is more."""
+    more_prompts: tuple[tuple[int, ...], ...] = ()
+    """Asked together with the first where many tokens decide: of a fresh engine, whose gap sets the limit, and in
+    doubt."""
 
 
 class Publisher:
@@ -300,36 +305,53 @@ class Publisher:
         self._epoch = served.cache_epoch
 
     async def _ask_canary(self, trainer: TrainerView, *, alone: bool) -> tuple[float, int]:
-        """Return the gap, and over how many tokens. `alone`: nothing else proves what is served, so the first answer
-        counts: a longer answer could hide its gap among easy tokens."""
+        """Return the gap, and over how many tokens. A fresh engine answers all prompts, so that the limit comes from
+        enough tokens. `alone`: nothing else proves what is served, so the first answer counts: a longer answer could
+        hide its gap among easy tokens."""
         canary = self._canary
         if canary is None:
             return 0.0, 0
-        name, gap, tokens = await self._ask(
-            trainer, canary.prompt_ids, canary.max_tokens, self._last_answer[: canary.max_tokens]
-        )
-        limit = canary.ceiling if math.isnan(self._limit) else self._limit
-        if limit < gap <= _CHANCE * limit and not alone and canary.doubted_tokens > canary.max_tokens:
-            few, (name, gap, tokens) = gap, await self._ask(trainer, canary.prompt_ids, canary.doubted_tokens)
-            _log.warning("version %d: gap %.4f of few tokens, %.4f of %d", trainer.version, few, gap, tokens)
+        fresh = math.isnan(self._limit)
+        limit = canary.ceiling if fresh else self._limit
+        first, every = (canary.prompt_ids,), (canary.prompt_ids, *canary.more_prompts)
+        has_more = canary.doubted_tokens > canary.max_tokens or len(every) > 1
+        if fresh:
+            name, gap, tokens = await self._ask(trainer, every, canary.doubted_tokens)
+        else:
+            guess = self._last_answer[: canary.max_tokens]
+            name, gap, tokens = await self._ask(trainer, first, canary.max_tokens, guess)
+            if limit < gap <= _CHANCE * limit and not alone and has_more:
+                few, (name, gap, tokens) = gap, await self._ask(trainer, every, canary.doubted_tokens)
+                _log.warning("version %d: gap %.4f of few tokens, %.4f of %d", trainer.version, few, gap, tokens)
         if not gap <= limit:
             raise LogprobGap(
                 f"sync: version {trainer.version}: trainer and {name or 'engine'} differ by {gap:.4f} nats a token "
-                f"about a fixed prompt, and the limit is {limit:.4f}: equal weights, and yet another model is "
-                "computed, or keys and values of older weights are in use; see docs/troubleshooting.md"
+                f"about a fixed prompt ({tokens} tokens), and the limit is {limit:.4f}: equal weights, and yet another "
+                "model is computed, or keys and values of older weights are in use; see docs/troubleshooting.md"
             )
-        if math.isnan(
-            self._limit
-        ):  # only after an accepted gap: else a refused engine would be accepted at the next attempt
+        if fresh:  # only after an accepted gap: else a refused engine would be accepted at the next attempt
             self._limit = max(canary.floor, canary.times * gap)
         return gap, tokens
 
     async def _ask(
-        self, trainer: TrainerView, prompt_ids: Sequence[int], max_tokens: int, guess: Sequence[int] = ()
+        self, trainer: TrainerView, prompts: Sequence[Sequence[int]], max_tokens: int, guess: Sequence[int] = ()
     ) -> tuple[str, float, int]:
-        """Return which engine is furthest from the trainer, how far, and over how many tokens of all engines. `guess`:
-        the likely answer, scored in advance."""
-        prompt, ours = list(prompt_ids), list[float]()
+        """Return which engine is furthest from the trainer, how far over all its tokens, and the tokens of all engines.
+        One prompt after the other: an urgent request has one place. `guess`: the likely answer to the first prompt."""
+        gaps: defaultdict[str, list[float]] = defaultdict(list)
+        for number, prompt in enumerate(prompts):
+            for name, of_tokens in (await self._gaps(trainer, list(prompt), max_tokens, guess, number == 0)).items():
+                gaps[name] += of_tokens
+            guess = ()
+        means = {name: sum(each) / len(each) for name, each in gaps.items()}
+        name = max(means, key=lambda each: (math.isnan(means[each]), means[each]))
+        return name, means[name], sum(map(len, gaps.values()))
+
+    async def _gaps(
+        self, trainer: TrainerView, prompt: list[int], max_tokens: int, guess: Sequence[int], remember: bool
+    ) -> dict[str, list[float]]:
+        """Return how far each engine is from the trainer, at each token of its answer to one prompt."""
+        ours = list[float]()
         asked = asyncio.ensure_future(
             # Each engine of a pool: one with the right weights may still compute another model.
             generate_each(self._engine, prompt, Sampling(max_tokens=max_tokens, temperature=0.0, urgent=True))
@@ -348,15 +370,15 @@ class Publisher:
             raise SyncError(
                 f"sync: version {trainer.version} is loaded, and the engine answers with {sorted(versions)}"
             )
-        scored, gaps = {tuple(guess): ours}, dict[str, float]()
+        scored, gaps = {tuple(guess): ours}, dict[str, list[float]]()
         for name, answer in answers.items():
             ids = tuple(answer.ids)
             if not scored.get(ids):
                 scored[ids] = await self._call(trainer.score, [*prompt, *ids], len(prompt))
-            gaps[name] = sum(abs(a - b) for a, b in zip(scored[ids], answer.logprobs, strict=True)) / len(ids)
-            self._last_answer = answer.ids
-        name, gap = max(gaps.items(), key=lambda each: (math.isnan(each[1]), each[1]))
-        return name, gap, sum(len(answer.ids) for answer in answers.values())
+            gaps[name] = [abs(a - b) for a, b in zip(scored[ids], answer.logprobs, strict=True)]
+            if remember:
+                self._last_answer = answer.ids
+        return gaps
 
     async def _call_engine(self, call: Awaitable[None], what: str) -> bool:
         """Await a call of the engine. Return False if the engine is lost and may be attached again."""

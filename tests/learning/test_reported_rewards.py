@@ -118,7 +118,14 @@ def test_where_every_answer_scores_0_the_run_shows_some_and_ends_long_before_its
         "train: 20 steps in a row, up to version 21, learned nothing: no token of the batch had any"
     )
     assert said[0].endswith("or raise train.max_idle_steps (100)")
-    assert [line[:14] for line in said[2:]] == ["   task train-"] * 2  # a batch of two tasks
+    assert said[1].startswith("likely ")
+    assert [line[:14] for line in said[3:]] == ["   task train-"] * 2  # a batch of two tasks
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (early,) = [event for event in events if event["stage"] == "no_reward"]
+    assert f"Likely {early['reason']}: " in early["message"]
+    steps = [event["number"] for event in events if event["stage"] in ("error", "rl")]
+    assert steps[0] < early["number"] < steps[1]
+    assert sum("nothing to learn from yet" in line for line in told) == 1
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["failure"]["rule"]) == ("failed", "nothing-learned")
     assert said[2] in status["error"]

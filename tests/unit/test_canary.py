@@ -18,7 +18,7 @@ from tandem.errors import EngineLost, LogprobGap
 from tandem.publish import Call, Canary, Publisher, on_this_thread
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
-from tandem.types import Completion, Proof, Sampling, Served, Span, Weights
+from tandem.types import Completion, Message, Proof, Sampling, Served, Span, Weights
 
 CANARY = Canary((1, 2), floor=1e-4, ceiling=1e-2)
 
@@ -181,7 +181,47 @@ def test_one_of_a_pool_that_is_lost_over_it_is_left_out() -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(("context", "length"), [(0, 33), (64, 33), (20, 18), (2, 1)])
-def test_a_canary_fits_into_the_engines_context(context: int, length: int) -> None:
-    model = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu"), context)
-    assert len(run_engines.canary(model).prompt_ids) == length
+@pytest.fixture(scope="module")
+def tiny() -> training.BuiltModel:
+    return training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu"))
+
+
+@pytest.mark.parametrize("context", [2048, 64, 20, 9])
+def test_a_canary_fits_into_the_engines_context(context: int, tiny: training.BuiltModel) -> None:
+    canary = run_engines.canary(replace(tiny, context=context))
+    prompts = [canary.prompt_ids, *canary.more_prompts]
+    assert min(33, context - 8) <= len(canary.prompt_ids)
+    assert all(0 < len(prompt) <= context - canary.doubted_tokens for prompt in prompts)
+
+
+def test_a_canary_asks_the_runs_own_prompts_in_the_models_template(tiny: training.BuiltModel) -> None:
+    own: list[list[Message]] = [
+        [{"role": "user", "content": f"sort these letters into their order, please: waltz {number}"}]
+        for number in range(2)
+    ]
+    short: list[Message] = [{"role": "user", "content": "hi"}]
+    canary = run_engines.canary(tiny, prompts=[short, *own])
+    prompts = [canary.prompt_ids, *canary.more_prompts]
+    assert list(canary.prompt_ids) == tiny.renderer.prompt(own[0])  # the first that fills two blocks of a prefix cache
+    assert tuple(tiny.renderer.prompt(own[1])) in prompts
+    assert tuple(tiny.renderer.prompt(short)) in prompts
+    assert len(set(prompts)) == 8
+
+
+def test_the_limit_comes_from_all_prompts_of_a_fresh_engine_and_later_versions_ask_one() -> None:
+    async def work() -> list[Proof]:
+        engine, teacher = Engine(), Teacher()
+        engine.says, engine.chance = [7] * 8, 0.08  # the first token of each answer is far off
+        canary = replace(CANARY, floor=1e-3, ceiling=0.03, doubted_tokens=8, more_prompts=((3, 4), (5, 6)))
+        publisher = Publisher(NullBridge(), engine, canary=canary)
+        proofs = [await publisher.publish(teacher)]
+        engine.chance, engine.off, teacher.version = 0.0, 0.03, 2
+        proofs.append(await publisher.publish(teacher))
+        engine.off, teacher.version = 0.05, 3
+        with pytest.raises(LogprobGap, match=r"differ by 0\.0500 .* \(24 tokens\), and the limit is 0\.0400"):
+            await publisher.publish(teacher)
+        return proofs
+
+    fresh, later = asyncio.run(work())
+    assert (fresh.logprob_gap, fresh.gap_limit, fresh.canary_tokens) == (pytest.approx(0.01), pytest.approx(0.04), 24)
+    assert (later.logprob_gap, later.canary_tokens) == (pytest.approx(0.03), 2)

@@ -240,7 +240,7 @@ class Member:
             held_by_all=policy.rows.held_by_all,
             rounds=policy.rows,
             update_metrics=metrics_of,
-            **training.trainer_options(its_stage, version),
+            **training.trainer_options(its_stage, built, version),
         )
         return self._made if self._crew.rank == 0 else None
 

@@ -17,6 +17,7 @@ from tandem.types import Group, Message, Task
 
 if TYPE_CHECKING:
     from tandem.rollout.episode import Setting
+    from tandem.rollout.no_reward import RewardWatch
     from tandem.rollout.remote.trainer_store import RemoteStore
 
 
@@ -39,9 +40,16 @@ async def leave(store: RolloutStore) -> None:
 
 
 def rollouts(
-    spec: RlSpec, directory: Path, setting: Setting | None, algorithm: Algorithm, model: BuiltModel, trainer: Trainer
+    spec: RlSpec,
+    directory: Path,
+    setting: Setting | None,
+    algorithm: Algorithm,
+    model: BuiltModel,
+    trainer: Trainer,
+    watch: RewardWatch | None = None,
 ) -> tuple[RolloutStore, Producer]:
-    """Build the store of groups and the producer that fills it. `directory`: the run's."""
+    """Build the store of groups and the producer that fills it. `directory`: the run's. `watch`: sees every group that
+    this process plays."""
     if isinstance(spec.rollouts, ServiceRollouts):
         remote = _service(spec, directory, spec.rollouts, model, trainer)
         return remote, remote
@@ -57,6 +65,7 @@ def rollouts(
         seed=spec.seed,
         max_failed_share=its_spec(spec).max_failed_share,
         max_replaced=spec.train.replace_equal_groups,
+        watch=watch,
     )
     return groups, producer
 

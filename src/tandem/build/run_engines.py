@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.build import standalone_engines
+from tandem.build.canary_prompts import canary_prompts
 from tandem.errors import SpecError
 from tandem.io.gguf.directory import model_directory
 from tandem.protocols import Engine, WeightBridge
@@ -32,7 +32,7 @@ from tandem.spec.sync import (
     SharedSync,
     SyncSpec,
 )
-from tandem.types import Proof
+from tandem.types import Message, Proof
 
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
@@ -359,35 +359,37 @@ def publisher(
     call: Call,
     on_proof: Callable[[Proof], None] = lambda proof: None,
     on_attached: Callable[[Mapping[str, Any]], None] = lambda attachment: None,
+    prompts: Sequence[Sequence[Message]] = (),
 ) -> Publisher:
-    """Build the publisher of a run. It calls `on_proof` after each sync and `on_attached` after each attach."""
+    """Build the publisher of a run. It calls `on_proof` after each sync and `on_attached` after each attach. `prompts`:
+    the run's own, which the canary asks first."""
     return Publisher(
         joined.bridge,
         joined.engine,
         deadline_s=deadline_s,
         retries=joined.retries,
-        canary=canary(model, bare=joined.bare),
+        canary=canary(model, bare=joined.bare, prompts=prompts),
         call=call,
         on_proof=on_proof,
         on_attached=on_attached,
     )
 
 
-def canary(model: BuiltModel, *, bare: bool = False) -> Canary:
-    """Return the canary of a model: fixed random tokens, and the limits of the logprob gap.
+def canary(model: BuiltModel, *, bare: bool = False, prompts: Sequence[Sequence[Message]] = ()) -> Canary:
+    """Return the canary of a model: the run's own prompts and built-in ones, and the limits of the logprob gap.
 
     33 tokens fill two blocks of a prefix cache, and the second answer token goes through CUDA graphs; a `bare` engine
-    has neither, so it gets fewer. The limits are wider in 16 bits, where logprobs are sometimes off by some hundredths.
+    has neither, so its prompt may be shorter, and one token is enough. The limits are wider in 16 bits, where logprobs
+    are sometimes off by some hundredths.
     """
     import torch
 
-    length, max_tokens, doubted = (8, 1, 1) if bare else (33, 2, 24)
-    length = max(1, min(length, model.context - max_tokens))
-    rng = random.Random("canary")
-    prompt = tuple(rng.randrange(model.num_ids) for _ in range(length))
+    shortest, max_tokens, doubted = (1, 1, 4) if bare else (33, 2, 8)
+    first, *more = canary_prompts(model.renderer, prompts, shortest=shortest, longest=model.context - doubted)
     exact = next(model.policy.module.parameters()).dtype == torch.float32
     floor, ceiling = (1e-4, 1e-2) if exact else (0.05, 0.1)
-    return Canary(prompt, floor, ceiling, max_tokens, min(doubted, model.context - length))
+    most = model.context - len(first)
+    return Canary(first, floor, ceiling, min(max_tokens, most), min(doubted, most), more_prompts=tuple(more))
 
 
 def no_publisher(call: Call) -> Publisher:

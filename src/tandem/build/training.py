@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tandem.rollout.judge import Judge
     from tandem.text.renderer import Renderer
     from tandem.train.crew import Crew
+    from tandem.train.logprob_gap import CalibratedLimit
 
 # Imports stand inside the functions, so that a run loads only what its spec needs, and wrong specs fail before torch.
 
@@ -359,12 +360,14 @@ def reference(spec: AlgorithmSpec, model: BuiltModel, precision: PrecisionSpec) 
 
 
 def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[[str, Any, bool, str], None]) -> None:
-    """Call `tick` at every micro-batch of a policy trainer, and report whether it returns free memory to the system."""
+    """Call `tick` at every micro-batch of a policy trainer; report its limit of the logprob gap once that is known, and
+    whether it returns free memory to the system."""
     from tandem.ops import release_host_memory
     from tandem.train.trainer import PolicyTrainer
 
     if isinstance(trainer, PolicyTrainer):
         trainer.on_micro_batch = tick
+        trainer.gap_watch.on_limit = lambda asked, text: note_option("train.max_logprob_gap", asked, True, text)
         if trainer.gives_memory_back:
             why_not = release_host_memory.why_not()
             note_option("free memory given back", True, not why_not, why_not)
@@ -375,7 +378,7 @@ def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int,
     from tandem.optim.optimizer import metrics_of
     from tandem.train.trainer import PolicyTrainer
 
-    options = trainer_options(stage, version)
+    options = trainer_options(stage, model, version)
     if model.crew is not None:  # every rank builds its own, from the spec
         return model.crew.order("trainer", stage=options["stage"], version=version)[0]
     by_tree = model.num_shares > 1
@@ -387,7 +390,21 @@ def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int,
     return TreeTrainer(model.policy, algorithm, made, update_metrics=metrics_of, **options)
 
 
-def trainer_options(stage: Stage, version: int) -> dict[str, Any]:
+def gap_limit(stage: RlStage, model: BuiltModel) -> float | CalibratedLimit:
+    """Return the limit of the logprob gap: the spec's number, or bounds for a limit that the first batch sets."""
+    import torch
+
+    from tandem.model.quantized_base import quantized_parts
+    from tandem.train.logprob_gap import limits_for
+
+    if stage.max_logprob_gap != "auto":
+        return stage.max_logprob_gap
+    module = model.policy.module
+    exact = next(module.parameters()).dtype == torch.float32 and not quantized_parts(module)
+    return limits_for(exact=exact, layers=getattr(module.config.get_text_config(), "num_hidden_layers", 0))
+
+
+def trainer_options(stage: Stage, model: BuiltModel, version: int) -> dict[str, Any]:
     """Return what a trainer of this stage is told."""
     from tandem.optim.schedule import lr_share
 
@@ -398,7 +415,7 @@ def trainer_options(stage: Stage, version: int) -> dict[str, Any]:
         "version": version,
         "temperature": stage.temperature if on_rollouts else 1.0,
         "top_p": stage.top_p if on_rollouts else 1.0,
-        "max_logprob_gap": stage.max_logprob_gap if on_rollouts else float("inf"),
+        "max_logprob_gap": gap_limit(stage, model) if on_rollouts else float("inf"),
         "max_idle_steps": stage.max_idle_steps,
         "release": stage.gradient_release,
         "stage": "warmup" if isinstance(stage, WarmupStage) else "train",

@@ -14,6 +14,8 @@ import typer
 from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
 from tandem.cli.engine import engine_app
+from tandem.cli.env_check import env_check
+from tandem.cli.init import init
 from tandem.cli.model import model_app
 from tandem.cli.online import online_app
 from tandem.cli.options import AsJson, Host, Insecure, Overrides, Port, ReadyFile, Thinking, Version
@@ -559,6 +561,8 @@ def rollouts_top(
 
 
 app.command()(atropos)
+env_app.command("check")(env_check)
+app.command()(init)
 
 
 def main() -> None:

@@ -103,7 +103,10 @@ def _facts(history: History) -> list[tuple[str, str]]:
     if (lag := largest(rows, "lag/max")) is not None:
         facts.append(("largest lag", f"{lag:.0f} {'version' if lag == 1 else 'versions'}"))
     if (gap := largest(rows, "sync/logprob_gap")) is not None:
-        facts.append(("largest logprob gap", f"{gap:.2g}"))
+        limit = largest(rows, "sync/logprob_gap_limit")
+        facts.append(("largest logprob gap", f"{gap:.2g}" + (f", limit {limit:.2g}" if limit is not None else "")))
+    if (gap := largest(rows, "sync/logprob_gap_older")) is not None:
+        facts.append(("the same of older tokens", f"{gap:.2g}"))
     return facts
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Mapping
 from itertools import chain
@@ -19,6 +20,7 @@ from tandem.recipes.supervised_steps import checked_rows, due, recordings_of, sa
 from tandem.rollout.deadlines import why_not
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
+from tandem.rollout.no_reward import NoReward, RewardWatch, likely_reason
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.eval_files import StoredEval, played_as, store_eval
 from tandem.runs.run import Run
@@ -29,9 +31,12 @@ from tandem.spec.engine import HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
-from tandem.types import Batch, Group, Metrics, Sampling, Trajectory
+from tandem.types import Batch, Group, Metrics, Sampling, Task, Trajectory
+
+_log = logging.getLogger(__name__)
 
 _SAMPLES_KEPT = 8
+_CANARY_TASKS = 4
 _SHOWN_PART = 5  # without held-out tasks, the first and the last fifth of the steps are reported
 
 
@@ -61,12 +66,13 @@ class RlRun:
         self.model = training.run_model(spec, crew, getattr(spec.engine, "max_context", 0))
         self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew)
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
+        self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed) if environment else []
         self.publisher = run_engines.publisher(
-            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self.attached
-        )
+            self.joined, self.model, spec.sync.deadline_s, self.call, run.synced, self.attached,
+            [task.messages for task in self.eval_tasks[:_CANARY_TASKS]],
+        )  # fmt: skip
         self._noted = set[str]()
         self.setting = None if environment is None else self._setting(environment, training.its_spec(spec))
-        self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed) if environment else []
         if environment is not None:
             say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
 
@@ -180,7 +186,14 @@ class RlRun:
         """Run the loop over the RL steps. `first`, `last`: versions before the first step and after the last."""
         spec, stage = self.spec, self.spec.train
         training.show_life(trainer, self.run.progress.tick, self.run.note_option)
-        store, producer = groups.rollouts(spec, self.run.directory, self.setting, algorithm, self.model, trainer)
+        first = spec.warmup.steps if spec.warmup else 0
+        watch = RewardWatch(
+            self._no_reward,
+            enough=stage.groups_per_step * stage.group_size,
+            max_tokens=stage.max_tokens,
+            begins=trainer.version == first,
+        )
+        store, producer = groups.rollouts(spec, self.run.directory, self.setting, algorithm, self.model, trainer, watch)
 
         async def after_step(metrics: Metrics) -> None:
             metrics["time/tokens_per_s"] = metrics.get("tokens/sampled", 0.0) / metrics["time/step_s"]
@@ -191,7 +204,6 @@ class RlRun:
                 self._tell(found, name, name)
             self.run.record(trainer.version, metrics)
 
-        first = self.spec.warmup.steps if self.spec.warmup else 0
         last = first + stage.steps
         self.run.stage(
             "rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}"
@@ -200,6 +212,9 @@ class RlRun:
 
         def make_batch(groups: list[Group], version: int) -> Batch:
             latest[:] = chain.from_iterable(groups)
+            if self.setting is None:  # another process plays them
+                for group in groups:
+                    watch.played(Task(group[0].task_id, ()), group)
             return make(groups, version)
 
         try:
@@ -218,11 +233,18 @@ class RlRun:
             )
             trainer.finish()
         except NothingLearned as error:
+            reason = f"\n{watch.reason()}" if watch.reason() else ""
             raise NothingLearned(
-                f"{error}\nanswers of the last batch, with their rewards:\n{answers(latest)}"
+                f"{error}{reason}\nanswers of the last batch, with their rewards:\n{answers(latest)}"
             ) from None
         finally:
             await groups.leave(store)
+
+    def _no_reward(self, found: NoReward, text: str) -> None:
+        """Report that the first answers earned nothing, and the likely reason."""
+        self.run.event("no_reward", reason=found.kind, message=text)
+        self.run.view.say(f"   {text}")
+        _log.warning("%s", text)
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Play the held-out tasks with the served version, unless the checkpoint already has this evaluation."""
@@ -239,6 +261,10 @@ class RlRun:
         self.run.evaluated(name, label, found.mean, metric=found.measure)
         if name != "before" and found.none_scored:
             self.run.view.say(f"   {found.none_scored}")
+            tasks = {task.id: task for task in self.eval_tasks}
+            played = [(tasks[each.task_id], each) for each in found.played if each.task_id in tasks]
+            if why := likely_reason(played, max_tokens=self.spec.eval.max_tokens or self.spec.train.max_tokens):
+                self.run.view.say(f"   likely {why.kind}: {why.text}")
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens

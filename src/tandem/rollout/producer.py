@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
 from tandem.rollout.episode import Setting, play
+from tandem.rollout.no_reward import RewardWatch
 from tandem.types import Group, Metrics, Task, Ticket, Trajectory
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class EnvironmentProducer:
 
     def __init__(
         self, setting: Setting, store: Tickets, keep: Callable[[Group], bool], *,
-        group_size: int, seed: int, max_failed_share: float, max_replaced: int = 0,
+        group_size: int, seed: int, max_failed_share: float, max_replaced: int = 0, watch: RewardWatch | None = None,
     ) -> None:  # fmt: skip
         self._setting, self._store, self._keep = setting, store, keep
         self._tasks: Sequence[Task] = setting.environment.tasks("train")
@@ -59,6 +60,7 @@ class EnvironmentProducer:
         self._group_size, self._seed, self._max_failed_share = group_size, seed, max_failed_share
         self._recent_failures: deque[bool] = deque(maxlen=_WINDOW)
         self._max_replaced, self._replaced_in_a_row = max_replaced, 0
+        self._watch = watch
         self._played: list[Group] = []
         self._dropped: Counter[str] = Counter()
 
@@ -91,11 +93,15 @@ class EnvironmentProducer:
             group = await self._siblings(task, ticket.order)
         except EpisodeFailed as failure:
             _log.warning("group %d failed: %s", ticket.order, failure)
+            if self._watch is not None:
+                self._watch.failed(failure)
             self._count_failure(failure)
             await self._drop(ticket, failure.kind)
             return
         self._recent_failures.append(False)
         self._played.append(group)
+        if self._watch is not None:
+            self._watch.played(task, group)
         keep = self._keep(group)
         if keep or self._replaced_in_a_row >= self._max_replaced:
             await self._store.put(ticket, group)

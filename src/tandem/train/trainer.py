@@ -14,15 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.errors import LogprobGap, SpecError
+from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.ops.named_tensors import Copies, check_alike
 from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import Collected, Released, clip_scale, total_norm
+from tandem.train.logprob_gap import CalibratedLimit, Gap, GapWatch
 from tandem.train.memory_accounting import MemoryBreakdown, size_bytes
 from tandem.train.no_learning_check import Guard
-from tandem.types import Batch, Metrics, MicroBatch, TokenLogprobs, Totals, WeightKind, Weights
+from tandem.types import Batch, Metrics, MicroBatch, Totals, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class PolicyTrainer:
         version: int = 0,
         temperature: float = 1.0,
         top_p: float = 1.0,
-        max_logprob_gap: float = math.inf,
+        max_logprob_gap: float | CalibratedLimit = math.inf,
         max_idle_steps: int = 1000,
         release: bool = False,
         stage: str = "train",
@@ -54,7 +55,8 @@ class PolicyTrainer:
         """Task ids of batches whose loss or gradient was not finite."""
         self._first_version = version
         self._policy, self._algorithm, self._optimizer = policy, algorithm, optimizer
-        self._lr, self._clip_norm, self._max_gap = lr, clip_norm, max_logprob_gap
+        self._lr, self._clip_norm = lr, clip_norm
+        self.gap_watch = GapWatch(max_logprob_gap)
         self._sampling = {"temperature": temperature, "top_p": top_p}
         self._guard = Guard(max_idle_steps)
         self._memory = MemoryBreakdown(policy, optimizer, top_p)
@@ -132,6 +134,7 @@ class PolicyTrainer:
             "first_version": self._first_version,
             "running_norm": self._released.running_norm if self._released else 0.0,
             "guard": self._guard.state(),
+            "gap": self.gap_watch.state(),
         }
 
     def load(self, path: Path) -> None:
@@ -148,6 +151,8 @@ class PolicyTrainer:
     def _take_clock(self, clock: Mapping[str, Any]) -> None:
         self.version, self._first_version = clock["version"], clock["first_version"]
         self._guard.load(clock["guard"])
+        if "gap" in clock:
+            self.gap_watch.load(clock["gap"])
         if self._released:
             self._released.running_norm = clock["running_norm"]
 
@@ -193,11 +198,11 @@ class PolicyTrainer:
             self.on_micro_batch()
             loss = self._loss(micro, batch.totals, computed, sums, gap)
             if refuse_first and not micro.hold:
-                gap.metrics(self._max_gap)
+                self.gap_watch.check(gap)
                 if not math.isfinite(sums["loss/total"]):
                     break
             loss.backward()
-        return {**sums, **gap.metrics(self._max_gap)}
+        return {**sums, **self.gap_watch.accept(gap)}
 
     def _loss(
         self, micro: MicroBatch, totals: Totals, computed: int, sums: defaultdict[str, float], gap: Gap
@@ -226,38 +231,3 @@ class PolicyTrainer:
     def _note_bad(self, batch: Batch, what: str) -> None:
         self.set_aside.append(batch.task_ids)
         _log.warning("version %d: %s; its tasks: %s", self.version, what, ", ".join(dict.fromkeys(batch.task_ids)))
-
-
-class Gap:
-    """The logprob gap between engine and trainer, on tokens of the current version; those of older ones may differ."""
-
-    def __init__(self, total: float = 0.0, most: float = 0.0, count: int = 0) -> None:
-        self._sum, self._max, self._count = total, most, count
-
-    def add(self, scored: TokenLogprobs, micro: MicroBatch, version: int) -> None:
-        current_N = micro.versions_N == version
-        if bool(current_N.any()):
-            gap_N = (scored.logprobs_N.detach() - micro.behaviour_N)[current_N].abs()
-            self._sum += gap_N.sum().item()
-            self._max = max(self._max, gap_N.max().item())
-            self._count += int(current_N.sum())
-
-    def numbers(self) -> tuple[float, float, int]:
-        return self._sum, self._max, self._count
-
-    def join(self, other: Gap) -> None:
-        self._sum, self._max, self._count = (
-            self._sum + other._sum, max(self._max, other._max), self._count + other._count,
-        )  # fmt: skip
-
-    def metrics(self, limit: float) -> Metrics:
-        if not self._count:
-            return {}
-        mean = self._sum / self._count
-        if mean > limit:
-            raise LogprobGap(
-                f"sync: trainer and engine differ by {mean:.4f} nats per token (at most {self._max:.4f}) on tokens of "
-                f"the same version, and train.max_logprob_gap = {limit:g}: the engine serves other weights than "
-                "the trainer's, or samples from another distribution than it reports"
-            )
-        return {"sync/logprob_gap": mean, "sync/logprob_gap_max": self._max}

@@ -28,8 +28,9 @@ from tandem.train.gradient_tree import (
     row_squares,
     sum_in_steps,
 )
+from tandem.train.logprob_gap import Gap, GapRow
 from tandem.train.memory_accounting import size_bytes
-from tandem.train.trainer import Gap, PolicyTrainer
+from tandem.train.trainer import PolicyTrainer
 from tandem.types import Batch, Metrics, MicroBatch, Totals
 
 
@@ -37,7 +38,7 @@ class Report(TypedDict):
     """What one micro-batch adds to the metrics of its step."""
 
     sums: dict[str, float]
-    gap: tuple[float, float, int]
+    gap: tuple[list[tuple[int, GapRow]], int]
 
 
 class TreeTrainer(PolicyTrainer):
@@ -125,8 +126,8 @@ class TreeTrainer(PolicyTrainer):
         for report in reports:
             for name, value in report["sums"].items():
                 sums[name] += value
-            gap.join(Gap(*report["gap"]))
-        metrics = {**sums, **gap.metrics(self._max_gap)}
+            gap.join(Gap.of(report["gap"]))
+        metrics = {**sums, **self.gap_watch.accept(gap)}
         if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
             self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
             return metrics, -1.0

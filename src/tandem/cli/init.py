@@ -1,0 +1,46 @@
+"""`tandem init`: a first spec from four answers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def init(
+    goal: Annotated[str, typer.Option(help="rewards (RL), imitate (SFT) or prefer (DPO). Default: ask.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model directory, hub id, or a preset from scratch such as tiny. Default: ask.")
+    ] = "",
+    task: Annotated[
+        str, typer.Option(help="rewards: an environment. imitate, prefer: a file of rows or a data set. Default: ask.")
+    ] = "",
+    gpu: Annotated[
+        str, typer.Option(help="none, GiB of memory such as 24, or a kind such as h200. Default: ask.")
+    ] = "",
+    billions: Annotated[
+        float, typer.Option(min=0.0, help="Billions of parameters; 0: by the model's files or name.")
+    ] = 0.0,
+    out: Annotated[Path, typer.Option(help="File to write; it must not exist.")] = Path("first.toml"),
+) -> None:
+    """Write a first spec: asks for goal, model, task and GPU, or takes them as options."""
+    from tandem.errors import SpecError
+    from tandem.runs.first_spec import Answers, questions, write_first_spec
+
+    given: dict[str, Any] = {"goal": goal, "model": model, "task": task, "gpu": gpu}
+    for field, question, default in questions():
+        if given[field]:
+            continue
+        if not sys.stdin.isatty():
+            raise SpecError(f"--{field}: is missing, and there is no terminal to ask in; {question}")
+        given[field] = typer.prompt(question, default=default)
+    vllm = (Path(".tandem") / "vllm" / "bin" / "python").exists()
+    path = write_first_spec(Answers(**given, billions=billions, vllm=vllm), out)
+    typer.echo(f"wrote {path}\nNext:")
+    kind = "" if gpu not in ("h100", "h200") else f" --gpu {gpu}"
+    typer.echo(f"  tandem plan {path}{kind}    what it needs")
+    if given["goal"] == "rewards" and "preset" not in path.read_text(encoding="utf-8"):
+        typer.echo(f"  tandem env check {path}    how often the model is right before it is trained")
+    typer.echo(f"  tandem train {path}")
