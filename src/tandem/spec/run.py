@@ -10,7 +10,7 @@ from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSp
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.base import Spec
 from tandem.spec.checkpoint import CheckpointSpec
-from tandem.spec.data import Demonstrations, RecordedData
+from tandem.spec.data import Demonstrations, RecordedData, with_kind
 from tandem.spec.engine import EngineSpec, HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
@@ -51,6 +51,19 @@ class _RunSpecBase(Spec):
     """When the run saves its state, and which checkpoints it keeps."""
     artifacts: ArtifactsSpec | None = None
     """Where copies of the run go. Left out: nowhere."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _data_kind_left_out(cls, raw: Any) -> Any:
+        """Set the kind of a `[data]` table by what it names."""
+        if not isinstance(raw, dict):
+            return raw
+        tables = dict(cast("dict[str, Any]", raw))
+        if "data" in tables:
+            tables["data"] = with_kind(tables["data"])
+        if isinstance(tables.get("warmup"), dict) and "data" in tables["warmup"]:
+            tables["warmup"] = {**tables["warmup"], "data": with_kind(tables["warmup"]["data"])}
+        return tables
 
     @model_validator(mode="after")
     def _model_fits(self) -> Self:
