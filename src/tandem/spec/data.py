@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, cast
 
@@ -98,8 +99,8 @@ RecordedData = Annotated[FileData | DatasetData, Field(discriminator="kind")]
 
 def beside(path: str, directory: Path) -> str:
     """Return the absolute path if `path` is there, relative to `directory`; otherwise `path` unchanged."""
-    there = (directory / path).absolute()
-    return str(there) if path and "://" not in path and there.exists() else path
+    there = os.path.abspath(directory / path)
+    return there if path and "://" not in path and os.path.exists(there) else path
 
 
 def data_beside(data: FileData | DatasetData, directory: Path) -> FileData | DatasetData:

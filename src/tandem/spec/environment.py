@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field
 
 from tandem.spec.base import LocalPath, Spec
+from tandem.spec.data import beside
+
+PROMPTS = "prompts"
+"""The environment whose parameters name files: data and reward functions."""
+_PATHS = ("path", "eval_path", "name")
 
 
 class NoJudge(Spec):
@@ -44,8 +51,9 @@ class EnvironmentSpec(Spec):
     """An environment by name, with the parameters of its class."""
 
     name: Annotated[str, LocalPath("file:Class")] = Field(min_length=1)
-    """arithmetic, sort or guess; your own: package.module:Class, or a file path (path/to/env.py:Class); or another
-    library's: gsm8k, math, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
+    """prompts: your own data set and reward functions (docs/your_data.md); arithmetic, sort or guess; your own:
+    package.module:Class, or a file path (path/to/env.py:Class); or another library's: gsm8k, math, gymnasium:ID,
+    verifiers:ID, openenv:URL (docs/adapters.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment's class; unknown ones are refused."""
     episode_timeout_s: float = Field(default=60.0, gt=0)
@@ -53,10 +61,47 @@ class EnvironmentSpec(Spec):
     max_failed_share: float = Field(default=0.2, ge=0, le=1)
     """The run ends when more than this share of the last 100 groups failed."""
     workers: int = Field(default=0, ge=0, le=1024)
-    """Number of worker processes, each of which plays one episode at a time; 0: play all in the run's process."""
+    """Number of worker processes, each of which plays one episode at a time; 0: play all in the run's process. For
+    `prompts`, whose workers only score, the default is one for each answer of a step, at most 16."""
     worker_memory_gib: float = Field(default=8.0, gt=0)
     """GiB of address space for each worker, on top of what loading the environment took."""
     pass_env: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Environment variables to pass to workers, besides the harmless ones (PATH, HOME, HF_HOME, ...)."""
     judge: JudgeSpec = NoJudge()
     """The model that `chat.judge(messages)` asks."""
+
+    def in_place(self) -> Self:
+        return super().in_place().beside(Path.cwd())
+
+    def beside(self, directory: Path) -> Self:
+        """Return a copy in which the files that `prompts` names have absolute paths, if they are in `directory`."""
+        if self.name != PROMPTS:
+            return self
+        return self.model_copy(update={"params": _params_beside(self.params, directory)})
+
+
+def _params_beside(params: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    changed = dict(params)
+    data = params.get("data")
+    if isinstance(data, str):
+        changed["data"] = beside(data, directory)
+    elif isinstance(data, Mapping):
+        table = cast("Mapping[str, Any]", data)
+        paths = {key: beside(table[key], directory) for key in _PATHS if isinstance(table.get(key), str)}
+        changed["data"] = {**table, **paths}
+    if "reward" in params:
+        written = params["reward"]
+        listed = cast("list[Any]", written) if isinstance(written, list | tuple) else [written]
+        found = [_reward_beside(item, directory) for item in listed]
+        changed["reward"] = found if isinstance(written, list | tuple) else found[0]
+    return changed
+
+
+def _reward_beside(item: Any, directory: Path) -> Any:
+    if isinstance(item, Mapping):
+        table = cast("Mapping[str, Any]", item)
+        return {**table, "fn": _reward_beside(table["fn"], directory)} if "fn" in table else table
+    if not isinstance(item, str):
+        return item
+    file, colon, name = (item, "", "") if item.endswith(".py") else item.rpartition(":")
+    return beside(file, directory) + colon + name if file.endswith(".py") else item

@@ -48,6 +48,8 @@ def _data_beside(spec: RunSpec, directory: Path) -> RunSpec:
     if spec.warmup is not None and not isinstance(spec.warmup.data, Demonstrations):
         warmup = spec.warmup.model_copy(update={"data": data_beside(spec.warmup.data, directory)})
         spec = spec.model_copy(update={"warmup": warmup})
+    if spec.environment is not None:
+        spec = spec.model_copy(update={"environment": spec.environment.beside(directory)})
     return spec
 
 

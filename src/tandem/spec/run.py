@@ -12,7 +12,7 @@ from tandem.spec.base import Spec
 from tandem.spec.checkpoint import CheckpointSpec
 from tandem.spec.data import Demonstrations, RecordedData, with_kind
 from tandem.spec.engine import EngineSpec, HfEngineSpec
-from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.environment import PROMPTS, EnvironmentSpec
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
@@ -24,6 +24,8 @@ from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
+
+_MOST_WORKERS = 16  # of `prompts` without `workers`: they only score, and each takes some 10 MB
 
 
 class _RunSpecBase(Spec):
@@ -113,7 +115,7 @@ class RlSpec(_RunSpecBase):
         for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", DEFAULT_SYNC.bridge)):
             if isinstance(tables.get(table), dict):
                 tables = {**tables, table: {key: kind, **tables[table]}}
-        return tables
+        return _workers_left_out(tables)
 
     @model_validator(mode="after")
     def _fits_together(self) -> RlSpec:
@@ -195,6 +197,20 @@ class RlSpec(_RunSpecBase):
                 "warmup.data.kind = 'demonstrations': demonstrations come from an environment; add [environment], or "
                 "warm up on recorded data"
             )
+
+
+def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
+    """Set the workers of `prompts`, so that a slow or crashing reward function cannot hurt the trainer."""
+    if not all(isinstance(tables.get(name), dict) for name in ("environment", "train")):
+        return tables
+    environment: dict[str, Any] = tables["environment"]
+    train: dict[str, Any] = tables["train"]
+    groups, size = train.get("groups_per_step"), train.get("group_size")
+    if environment.get("name") != PROMPTS or "workers" in environment:
+        return tables
+    if not isinstance(groups, int) or not isinstance(size, int):
+        return tables  # refused later
+    return {**tables, "environment": {**environment, "workers": min(_MOST_WORKERS, max(1, groups * size))}}
 
 
 class SftSpec(_RunSpecBase):
