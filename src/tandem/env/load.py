@@ -33,6 +33,7 @@ ADAPTERS = {
     "gymnasium": "tandem.env.adapters.gymnasium:Gymnasium",
     "prompts": "tandem.env.prompts.environment:Prompts",
     "openenv": "tandem.env.adapters.openenv:OpenEnv",
+    "reasoning_gym": "tandem.env.adapters.reasoning_gym:ReasoningGym",
     "verifiers": "tandem.env.adapters.verifiers:Verifiers",
 }
 """Adapters by the part before the colon. The part after it is the class's parameter `id`; gsm8k, math and

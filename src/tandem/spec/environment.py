@@ -52,8 +52,8 @@ class EnvironmentSpec(Spec):
 
     name: Annotated[str, LocalPath("file:Class")] = Field(min_length=1)
     """prompts: your own data set and reward functions (docs/your_data.md); arithmetic, sort or guess; your own:
-    package.module:Class, or a file path (path/to/env.py:Class); or another library's: gsm8k, math, gymnasium:ID,
-    verifiers:ID, openenv:URL (docs/adapters.md)."""
+    package.module:Class, or a file path (path/to/env.py:Class); or another library's: gsm8k, math,
+    reasoning_gym:ID, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment's class; unknown ones are refused."""
     episode_timeout_s: float = Field(default=60.0, gt=0)
@@ -62,7 +62,7 @@ class EnvironmentSpec(Spec):
     """The run ends when more than this share of the last 100 groups failed."""
     workers: int = Field(default=0, ge=0, le=1024)
     """Number of worker processes, each of which plays one episode at a time; 0: play all in the run's process. For
-    `prompts`, whose workers only score, the default is one for each answer of a step, at most 16."""
+    `prompts` and reasoning_gym, whose workers only score, the default is one for each answer of a step, at most 16."""
     worker_memory_gib: float = Field(default=8.0, gt=0)
     """GiB of address space for each worker, on top of what loading the environment took."""
     pass_env: Annotated[tuple[str, ...], Field(strict=False)] = ()

@@ -200,13 +200,14 @@ class RlSpec(_RunSpecBase):
 
 
 def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
-    """Set the workers of `prompts`, so that a slow or crashing reward function cannot hurt the trainer."""
+    """Set the workers of environments that only score, so that a slow or crashing score cannot hurt the trainer."""
     if not all(isinstance(tables.get(name), dict) for name in ("environment", "train")):
         return tables
     environment: dict[str, Any] = tables["environment"]
     train: dict[str, Any] = tables["train"]
     groups, size = train.get("groups_per_step"), train.get("group_size")
-    if environment.get("name") != PROMPTS or "workers" in environment:
+    name = str(environment.get("name"))
+    if "workers" in environment or not (name == PROMPTS or name.startswith("reasoning_gym:")):
         return tables
     if not isinstance(groups, int) or not isinstance(size, int):
         return tables  # refused later
