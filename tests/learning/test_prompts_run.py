@@ -85,3 +85,22 @@ def test_without_workers_and_resumed_a_run_comes_to_the_same_bytes(train: Train,
     (again / "status.json").write_text(json.dumps({**status, "state": "running"}))
     assert recipes.resume(again)["state"] == "succeeded"
     assert digest_run(again) == digest_run(run.directory)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_mix_has_lines_for_each_of_its_environments(train: Train, spec: dict[str, Any], tmp_path: Path):
+    (tmp_path / "score.py").write_text(SCORE.format(pid=os.getpid()).replace("boom", "quiet"))
+    spec["environment"] = [
+        {**spec["environment"], "label": "said", "weight": 2.0, "workers": 3},
+        {"name": "sort", "params": {"letters": 3}},
+    ]
+    spec["train"]["steps"], spec["train"]["groups_per_step"], spec["eval"]["tasks"] = 2, 6, 3
+    run = train(spec)
+    assert run.status["eval"]["metric"] == "reward"
+    keys = {key for row in run.rows("metrics") for key in row}
+    assert {"env/said/reward", "env/said/letters", "env/said/brief", "env/sort/reward", "env/sort/correct"} <= keys
+    assert "<td>sort/reward</td>" in (run.directory / "report.html").read_text()
+    means = [event["means"] for event in run.rows("events") if event["stage"] == "evaluation by environment"]
+    assert means
+    assert set().union(*means) == {"said", "sort"}
+    assert "   of which s" in run.printed

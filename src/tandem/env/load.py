@@ -31,13 +31,14 @@ ADAPTERS = {
     "gsm8k": "tandem.env.adapters.maths:Gsm8k",
     "math": "tandem.env.adapters.maths:Math",
     "gymnasium": "tandem.env.adapters.gymnasium:Gymnasium",
+    "mix": "tandem.env.mix:Mix",
     "prompts": "tandem.env.prompts.environment:Prompts",
     "openenv": "tandem.env.adapters.openenv:OpenEnv",
     "reasoning_gym": "tandem.env.adapters.reasoning_gym:ReasoningGym",
     "verifiers": "tandem.env.adapters.verifiers:Verifiers",
 }
-"""Adapters by the part before the colon. The part after it is the class's parameter `id`; gsm8k, math and
-prompts have none."""
+"""Adapters by the part before the colon. The part after it is the class's parameter `id`; gsm8k, math, prompts
+and mix have none."""
 
 
 def load_environment(name: str | Path, params: Mapping[str, Any] | None = None) -> Environment:

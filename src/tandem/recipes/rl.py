@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import groups, run_engines, training
+from tandem.env.mix import mean_by_part
 from tandem.errors import NothingLearned
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
@@ -26,7 +27,7 @@ from tandem.runs.verdict import judge
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.data import Demonstrations
 from tandem.spec.engine import HfEngineSpec
-from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.environment import MIX, EnvironmentSpec
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
 from tandem.types import Batch, Group, Metrics, Sampling, Trajectory
@@ -238,6 +239,10 @@ class RlRun:
     def _tell(self, found: Evaluation, name: str, label: str) -> None:
         """Report the mean, and example answers if none scored; not for `before`, which a warm-up may follow."""
         self.run.evaluated(name, label, found.mean, metric=found.measure)
+        if training.its_spec(self.spec).name == MIX:
+            means = mean_by_part([task.id for task in self.eval_tasks], found.scores)
+            self.run.event("evaluation by environment", name=name, means=means)
+            self.run.view.say("   of which " + ", ".join(f"{part} {mean:.4g}" for part, mean in means.items()))
         if name != "before" and found.none_scored:
             self.run.view.say(f"   {found.none_scored}")
 

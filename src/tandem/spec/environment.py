@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field
@@ -11,8 +13,9 @@ from pydantic import Field
 from tandem.spec.base import LocalPath, Spec
 from tandem.spec.data import beside
 
-PROMPTS = "prompts"
-"""The environment whose parameters name files: data and reward functions."""
+PROMPTS, MIX = "prompts", "mix"
+"""The environment whose parameters name files: data and reward functions; and the one made of several."""
+_LABEL = re.compile(r"[^A-Za-z0-9_-]+")
 _PATHS = ("path", "eval_path", "name")
 
 
@@ -75,13 +78,57 @@ class EnvironmentSpec(Spec):
 
     def beside(self, directory: Path) -> Self:
         """Return a copy in which the files that `prompts` names have absolute paths, if they are in `directory`."""
-        if self.name != PROMPTS:
-            return self
-        return self.model_copy(update={"params": _params_beside(self.params, directory)})
+        return self.model_copy(update={"params": _params_beside(self.name, self.params, directory)})
 
 
-def _params_beside(params: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+def mixed(tables: Sequence[Any]) -> dict[str, Any]:
+    """Return the `[[environment]]` tables of a spec as one environment, `mix`, which holds them as its parts."""
+    parts: list[dict[str, Any]] = []
+    shared: dict[str, Any] = {}
+    for number, table in enumerate(tables):
+        where = f"environment[{number}]"
+        if not isinstance(table, Mapping):
+            raise ValueError(f"{where} = {table!r}: must be a table, as in [[environment]]")
+        written = dict(cast("Mapping[str, Any]", table))
+        if not isinstance(written.get("name"), str):
+            raise ValueError(f"{where}.name: is missing; each [[environment]] names one")
+        parts.append({key: written.pop(key) for key in ("name", "params", "weight", "label") if key in written})
+        for key, value in written.items():
+            if key not in EnvironmentSpec.model_fields:
+                known = sorted({*EnvironmentSpec.model_fields, "weight", "label"})
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean '{close[0]}'? " if close else ""
+                raise ValueError(f"{where}.{key} = {value!r}: unknown here; {hint}Known: {', '.join(known)}")
+            if shared.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{where}.{key} = {value!r}: another [[environment]] has {shared[key]!r}, and it counts for the "
+                    "whole run; write it once"
+                )
+    part_labels(parts)
+    return {**shared, "name": MIX, "params": {"parts": parts}}
+
+
+def part_labels(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the labels of a mix's parts: as written, or from their names. ValueError for wrong ones, and weights."""
+    labels = [str(part.get("label") or _LABEL.sub("_", PurePath(str(part["name"])).stem).strip("_")) for part in parts]
+    for label, part in zip(labels, parts, strict=True):
+        weight = part.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"environment: weight = {weight!r} of '{label}': must be a positive number")
+        if _LABEL.search(label):
+            raise ValueError(f"environment: label = '{label}': write letters, digits, _ and -")
+        if labels.count(label) > 1:
+            raise ValueError(f"environment: two are called '{label}'; give each a label of its own: label = \"...\"")
+    return labels
+
+
+def _params_beside(name: str, params: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    if name == MIX and isinstance(params.get("parts"), list):
+        parts = cast("list[dict[str, Any]]", params["parts"])
+        return {**params, "parts": [_part_beside(part, directory) for part in parts]}
     changed = dict(params)
+    if name != PROMPTS:
+        return changed
     data = params.get("data")
     if isinstance(data, str):
         changed["data"] = beside(data, directory)
@@ -95,6 +142,11 @@ def _params_beside(params: Mapping[str, Any], directory: Path) -> dict[str, Any]
         found = [_reward_beside(item, directory) for item in listed]
         changed["reward"] = found if isinstance(written, list | tuple) else found[0]
     return changed
+
+
+def _part_beside(part: dict[str, Any], directory: Path) -> dict[str, Any]:
+    params = _params_beside(part["name"], part.get("params", {}), directory)
+    return {**part, "name": _reward_beside(part["name"], directory), "params": params}
 
 
 def _reward_beside(item: Any, directory: Path) -> Any:

@@ -12,7 +12,7 @@ from tandem.spec.base import Spec
 from tandem.spec.checkpoint import CheckpointSpec
 from tandem.spec.data import Demonstrations, RecordedData, with_kind
 from tandem.spec.engine import EngineSpec, HfEngineSpec
-from tandem.spec.environment import PROMPTS, EnvironmentSpec
+from tandem.spec.environment import MIX, PROMPTS, EnvironmentSpec, mixed
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
@@ -84,7 +84,7 @@ class RlSpec(_RunSpecBase):
 
     recipe: Literal["rl"] = "rl"
     environment: EnvironmentSpec | None = None
-    """The source of tasks and rewards. Only runs whose `rollouts` come from other processes may leave it out."""
+    """The source of tasks and rewards, or several. Only runs whose `rollouts` come from elsewhere leave it out."""
     warmup: WarmupStage | None = None
     """Supervised steps before RL. Left out: none."""
     train: RlStage
@@ -112,6 +112,8 @@ class RlSpec(_RunSpecBase):
         if not isinstance(raw, dict):
             return raw
         tables = cast("dict[str, Any]", raw)
+        if isinstance(tables.get("environment"), list):
+            tables = {**tables, "environment": mixed(tables["environment"])}
         for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", DEFAULT_SYNC.bridge)):
             if isinstance(tables.get(table), dict):
                 tables = {**tables, table: {key: kind, **tables[table]}}
@@ -206,8 +208,11 @@ def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
     environment: dict[str, Any] = tables["environment"]
     train: dict[str, Any] = tables["train"]
     groups, size = train.get("groups_per_step"), train.get("group_size")
-    name = str(environment.get("name"))
-    if "workers" in environment or not (name == PROMPTS or name.startswith("reasoning_gym:")):
+    names = [environment.get("name")]
+    if names == [MIX] and isinstance(parts := environment.get("params", {}).get("parts"), list):
+        names = [part.get("name") for part in cast("list[dict[str, Any]]", parts)]
+    only_scores = all(str(name) == PROMPTS or str(name).startswith("reasoning_gym:") for name in names)
+    if "workers" in environment or not only_scores:
         return tables
     if not isinstance(groups, int) or not isinstance(size, int):
         return tables  # refused later
