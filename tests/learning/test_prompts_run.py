@@ -12,6 +12,7 @@ import pytest
 
 from conftest import Train
 from tandem import recipes
+from tandem.errors import TooManyFailures
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.run_ending import digest_run
 
@@ -68,6 +69,18 @@ def test_a_crashing_reward_costs_its_groups_and_not_the_trainer(train: Train, sp
     report = (run.directory / "report.html").read_text()
     assert "What the answers earned" in report
     assert "<td>letters</td>" in report
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_reward_that_always_raises_ends_the_run_and_is_named(train: Train, spec: dict[str, Any], tmp_path: Path):
+    (tmp_path / "score.py").write_text(SCORE.format(pid=0).replace("isalpha()", "isalfa()"))
+    spec["environment"]["max_failed_share"] = 0.2
+    del spec["warmup"]
+    with pytest.raises(TooManyFailures) as failed:
+        train(spec)
+    assert "letters' raised AttributeError: 'str' object has no attribute 'isalfa'" in str(failed.value)
+    assert "score.py:" in str(failed.value)
+    assert "q.jsonl:" in str(failed.value)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+import tandem
 from tandem.__main__ import main
+from tandem.spec.load import load_spec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your_data.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
@@ -26,6 +29,19 @@ def test_the_page_has_a_spec_of_at_most_ten_lines_for_each_thing_that_one_has():
         assert HUB in text
         assert len([line for line in text.splitlines() if line]) <= 10
     assert {command[-1] for command in COMMANDS} == specs.keys()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_example_runs_from_the_checkout_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(Path(__file__).parents[2] / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    spec = Path("examples/prompts.toml")
+    lines = [line for line in spec.read_text().splitlines() if line and not line.startswith("#")]
+    assert len(lines) <= 10
+    spec.write_text(spec.read_text().replace(HUB, 'preset = "tiny"'))
+    run = tandem.run(load_spec(spec, ["train.steps=2", "eval.tasks=8"]), "runs/example")
+    assert run.status["eval"]["metric"] == "accuracy"
+    assert '"env/brief"' in (Path("runs/example") / "metrics.jsonl").read_text()
 
 
 @pytest.mark.usefixtures("one_thread")
