@@ -24,8 +24,8 @@ PACKAGE = Path(tandem.__file__).parent
 LAYERS = (
     ("errors", "types"),
     ("spec",),
-    ("protocols", "obs", "io", "ops"),
-    ("text", "env", "data", "algo", "optim", "model", "bridge", "engine"),
+    ("protocols", "obs", "io", "ops", "data"),
+    ("text", "env", "algo", "optim", "model", "bridge", "engine"),
     ("rollout", "train", "vllm_worker"),
     ("publish",),
     ("loop", "runs", "online"),

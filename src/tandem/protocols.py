@@ -79,6 +79,14 @@ class Demonstrator(Protocol):
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]: ...   # turns to follow task.messages
 
 
+@runtime_checkable
+class Reporting(Protocol):
+    """An environment that says what it found in its data."""
+
+    @property
+    def report(self) -> str: ...                          # rows read, used and left out, with the reasons; or empty
+
+
 Credit = list[list[float]]                                # of one group: per trajectory, per trained token
 OnToken = Callable[[int, float, int], None]               # token id, logprob, version; called on the event loop
 

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "quickstart": "tests/learning/test_quickstart.py",
     "online": "tests/http/test_online_take_home.py",
     "atropos": "tests/atropos/test_started_by_command.py",
+    "prompts": "a chat model of the hub: tests/learning/test_your_data.py runs its like",
     "rl_maths": "a GPU: its spec is read here",
     "vllm_gpu": "a GPU: its spec is read here",
     "distill": "with its teacher, below",

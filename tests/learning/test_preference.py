@@ -86,7 +86,7 @@ def test_bad_and_too_long_pairs_are_left_out_counted_and_printed(train: Train, t
     path = rows_file(tmp_path / "rows.jsonl", WORDS[:20], extra=bad)
     with pytest.raises(DataError) as refused:
         train(spec(path), name="refused")
-    assert "23 rows read, 21 used, 2 left out" in str(refused.value)
+    assert "23 rows read as prompt, chosen and rejected, 21 used, 2 left out" in str(refused.value)
     few = {"train": {"steps": 1, "lr": 1e-4, "batch_size": 2}, "eval": {}}
     trained = train(spec(path, allow_bad_rows=True, max_tokens=60) | few)
     report = next(event for event in trained.rows("events") if event["stage"] == "data")

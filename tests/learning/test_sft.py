@@ -110,7 +110,7 @@ def test_bad_rows_stop_the_run_and_are_named_by_their_numbers(train: Train, tmp_
     message = str(refused.value)
     for number in BAD:
         assert f"rows.jsonl:{number})" in message
-    assert "203 rows read, 200 used, 3 left out" in message
+    assert "203 rows read as chats, 200 used, 3 left out" in message
     assert "data.allow_bad_rows = true" in message
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed"
@@ -127,7 +127,7 @@ def test_bad_and_too_long_rows_are_left_out_counted_and_printed(train: Train, tm
     assert (report["read"], report["used"]) == (205, 200)
     assert report["dropped"]["longer than 100 tokens"] == 2
     assert sum(report["dropped"].values()) == 5
-    assert "205 rows read, 200 used, 5 left out" in trained.printed
+    assert "205 rows read as chats (200), prompt and completion (2), 200 used, 5 left out" in trained.printed
     assert "2 x longer than 100 tokens" in trained.printed
     for number in (*BAD, 11, 12):
         assert f"rows.jsonl:{number}" in trained.printed

@@ -50,7 +50,7 @@ def test_a_jsonl_file_is_split_and_every_row_is_used_once(tmp_path):
         {"role": "user", "content": f"question {split.train[0].row - 1}"},
         {"role": "assistant", "content": f"answer {split.train[0].row - 1}"},
     )
-    assert split.report.text() == "100 rows read, 100 used, 0 left out"
+    assert split.report.text() == "100 rows read as prompt and completion, 100 used, 0 left out"
 
 
 def test_the_same_rows_are_held_out_in_any_order_and_process(tmp_path):
@@ -124,7 +124,7 @@ def test_bad_rows_stop_the_run_with_line_numbers_and_the_way_out(tmp_path):
     with pytest.raises(DataError) as error:
         load_rows(FileData(path=path), "warmup.data")
     text = str(error.value)
-    assert text.startswith("warmup.data: 9 rows read, 5 used, 4 left out")
+    assert text.startswith("warmup.data: 9 rows read as prompt and completion, 5 used, 4 left out")
     assert f"2 x not JSON ({path}:4, {path}:9)" in text
     assert f"1 x not an object ({path}:6)" in text
     assert f"1 x empty content ({path}:7)" in text
@@ -186,25 +186,12 @@ def test_a_file_that_is_not_there_is_refused_by_its_field(tmp_path):
         load_rows(FileData(path=write(tmp_path / "a.jsonl", ROWS), eval_path=str(tmp_path / "none.jsonl")))
 
 
-def test_a_file_of_another_kind_is_refused_with_the_command_that_converts_it(tmp_path):
+def test_what_is_no_file_of_rows_and_what_is_no_data_set_are_refused_with_the_other_field():
     raw = {"recipe": "sft", "model": {"preset": "tiny"}, "train": {"steps": 1, "lr": 0.1}}
-    with pytest.raises(SpecError, match=r'data\.path = "rows\.csv": must end in \.jsonl or \.parquet'):
-        parse_spec({**raw, "data": {"kind": "file", "path": "rows.csv"}})
-    (tmp_path / "my rows.csv").write_text("prompt,completion\nhow much?,seven\n")
-    (tmp_path / "rows.json").write_text('[{"prompt": "how much?", "completion": "seven"}]')
-    for name in ("my rows.csv", "rows.json"):
-        with pytest.raises(SpecError, match="convert it: python3") as caught:
-            parse_spec({**raw, "data": {"kind": "file", "path": name}})
-        told = str(caught.value).split("convert it: ")[1]
-        subprocess.run(told, shell=True, check=True, cwd=tmp_path, timeout=60)  # noqa: S602 - as a user pastes it
-        made = (tmp_path / name).with_suffix(".jsonl").read_text()
-        assert json.loads(made) == {"prompt": "how much?", "completion": "seven"}
-
-
-def test_a_file_is_no_data_set_of_the_hub(tmp_path):
-    path = write(tmp_path / "a.csv", ROWS)
-    with pytest.raises(DataError, match=r"data\.name = '.*a\.csv': is a file; data\.kind = 'file'"):
-        load_rows(DatasetData(name=path))
+    with pytest.raises(SpecError, match=r'data\.path = "rows\.xlsx": must be a file that ends in .*data\.name'):
+        parse_spec({**raw, "data": {"path": "rows.xlsx"}})
+    with pytest.raises(SpecError, match=r'data\.name = "rows\.csv": names a file; write it as path'):
+        parse_spec({**raw, "data": {"kind": "dataset", "name": "rows.csv"}})
 
 
 def test_a_directory_of_jsonl_files_is_a_data_set(tmp_path):

@@ -23,10 +23,21 @@ BOT = {"role": "assistant", "content": "hello"}
         {"prompt": [USER], "completion": "hello", "score": float("nan")},
         {"messages": [{**USER, "name": None, "weight": 1}, {**BOT, "tool_calls": None, "tool_call_id": None}]},
         {"messages": ({**USER, "tool_calls": []}, BOT)},
+        {"messages": json.dumps([USER, BOT])},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+        {"conversations": [USER, BOT], "system": ""},
+        {"instruction": "hi", "input": "", "output": "hello", "text": "### hi"},
     ],
 )
 def test_every_good_shape_gives_the_same_messages(row):
     assert parse_row(row) == (USER, BOT)
+
+
+def test_an_alpaca_row_has_its_input_below_and_its_system_text_above():
+    row = {"instruction": "Add.", "input": "2 and 3", "output": "5", "system": "Be brief."}
+    assert [(each["role"], each["content"]) for each in parse_row(row)] == [
+        ("system", "Be brief."), ("user", "Add.\n\n2 and 3"), ("assistant", "5")
+    ]  # fmt: skip
 
 
 def test_several_turns_and_tools_are_kept():
@@ -58,15 +69,18 @@ def deep(depth: int) -> object:
         (["hi"], "not an object"),
         (None, "not an object"),
         (BadRow("not JSON"), "not JSON"),
-        ({"text": "hi"}, "neither messages, nor prompt and completion"),
-        ({"prompt": "hi"}, "neither messages, nor prompt and completion"),
-        ({"prompt": "hi", "completion": None}, "neither messages, nor prompt and completion"),
+        ({"text": "hi"}, "no conversation in its columns (text)"),
+        ({"prompt": "hi"}, "no conversation in its columns (prompt)"),
+        ({"prompt": "hi", "completion": None}, "no conversation in its columns (prompt, completion)"),
         ({"messages": []}, "no messages"),
         ({"messages": "hi"}, "messages are not a list"),
         ({"prompt": 5, "completion": "5"}, "messages are not a list"),
         ({"messages": ["hi"]}, "a message is not an object"),
         ({"messages": [{"content": "hi"}, BOT]}, "a message without role"),
-        ({"messages": [{"from": "human", "value": "hi"}]}, "a message without role"),
+        ({"messages": [{"from": "human", "value": "hi"}]}, "no assistant turn"),
+        ({"conversations": [{"from": "narrator", "value": "hi"}]}, "unknown role in from"),
+        ({"conversations": [{"from": "human"}]}, "empty content"),
+        ({"instruction": "add", "output": ""}, "empty content"),
         ({"messages": [{"role": "human", "content": "hi"}, BOT]}, "unknown role"),
         ({"messages": [{"role": ["user"], "content": "hi"}, BOT]}, "unknown role"),
         ({"messages": [USER]}, "no assistant turn"),

@@ -64,9 +64,9 @@ def test_all_that_both_begin_with_is_the_prompt_an_answer_of_the_assistant_inclu
     [
         (["hi"], "not an object"),
         (BadRow("not JSON"), "not JSON"),
-        ({}, "no chosen"),
-        ({"prompt": "hi", "rejected": "what"}, "no chosen"),
-        ({"prompt": "hi", "chosen": "hello", "rejected": None}, "no rejected"),
+        ({}, "no chosen in its columns ()"),
+        ({"prompt": "hi", "rejected": "what"}, "no chosen in its columns (prompt, rejected)"),
+        ({"prompt": "hi", "chosen": "x", "rejected": None}, "no rejected in its columns (prompt, chosen, rejected)"),
         ({"prompt": "hi", "chosen": "", "rejected": "what"}, "chosen: empty content"),
         ({"prompt": "hi", "chosen": "hello", "rejected": " \n"}, "rejected: empty content"),
         ({"prompt": "hi", "chosen": "hello", "rejected": []}, "rejected: no messages"),
@@ -140,9 +140,9 @@ def test_bad_rows_stop_the_run_with_line_numbers_and_the_way_out(tmp_path: Path)
     with pytest.raises(DataError) as error:
         load_pairs(FileData(path=path))
     text = str(error.value)
-    assert text.startswith("data: 7 rows read, 3 used, 4 left out")
+    assert text.startswith("data: 7 rows read as prompt, chosen and rejected, 3 used, 4 left out")
     assert f"1 x not JSON ({path}:4)" in text
-    assert f"1 x no rejected ({path}:5)" in text
+    assert f"1 x no rejected in its columns (prompt, chosen) ({path}:5)" in text
     assert f"1 x chosen and rejected are equal ({path}:6)" in text
     assert f"1 x rejected: empty content ({path}:7)" in text
     assert "data.allow_bad_rows = true" in text

@@ -381,7 +381,7 @@ def env_new(
 
 @env_app.command("try")
 def env_try(
-    name: Annotated[str, typer.Argument(help="arithmetic, sort, guess, package.module:Class, or a file path.")],
+    name: Annotated[str, typer.Argument(help="A spec, arithmetic, sort, package.module:Class, or a file path.")],
     params: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Set one parameter of the environment. Repeatable."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,13 @@ from tandem.types import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEPT = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # fields that chat templates read
+
+
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""What ShareGPT's `from` says, as a role."""
 
 
 class BadRow(ValueError):
@@ -32,23 +40,56 @@ class Conversation:
         return self.messages
 
 
+CHAT, SHAREGPT = ("messages",), ("conversations", "system")
+PROMPT_COMPLETION, ALPACA = ("prompt", "completion", "system"), ("instruction", "input", "output", "system")
+SHAPES = {CHAT: "chats", SHAREGPT: "ShareGPT", PROMPT_COMPLETION: "prompt and completion", ALPACA: "Alpaca"}
+"""The families of columns that make a conversation, in the order in which they are looked for, and their names."""
+
+
+def shape_of(row: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Return the family of columns that a row has; empty if it has none."""
+
+    def there(*names: str) -> bool:
+        return all(row.get(name) is not None for name in names)
+
+    needed = {CHAT: CHAT, SHAREGPT: SHAREGPT[:1], PROMPT_COMPLETION: PROMPT_COMPLETION[:2], ALPACA: ALPACA[::2]}
+    return next((shape for shape, names in needed.items() if there(*names)), ())
+
+
 def parse_row(row: object) -> tuple[Message, ...]:
-    """Return the messages of `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`; ignore other columns."""
+    """Return the messages of a chat, a ShareGPT or Alpaca row, or a prompt and its completion; ignore other columns."""
     row = as_object(row)
-    if row.get("messages") is not None:
-        messages = _messages(row["messages"])
-    elif row.get("prompt") is not None and row.get("completion") is not None:
-        messages = (*said_by(row["prompt"], "user"), *said_by(row["completion"], "assistant"))
+    shape = shape_of(row)
+    if not shape:
+        raise BadRow(f"no conversation in its columns ({', '.join(map(str, row))})")
+    if shape in (CHAT, SHAREGPT):
+        messages = parse_messages(row[shape[0]])
+    elif shape == ALPACA:
+        messages = (*said_by(instruction(row), "user"), *said_by(row["output"], "assistant"))
     else:
-        raise BadRow("neither messages, nor prompt and completion")
+        messages = (*said_by(row["prompt"], "user"), *said_by(row["completion"], "assistant"))
     if not messages:
         raise BadRow("no messages")
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow("no assistant turn")
     if messages[-1]["role"] != "assistant":
         raise BadRow("the last turn is not the assistant's")
+    messages = with_system(row, messages) if shape != CHAT else messages
     check_text(messages)
     return messages
+
+
+def instruction(row: Mapping[Any, Any]) -> object:
+    """Return an Alpaca row's instruction, with its input, if it has one, below."""
+    asked, given = row["instruction"], row.get("input")
+    return f"{asked}\n\n{given}" if isinstance(asked, str) and given else asked
+
+
+def with_system(row: Mapping[Any, Any], messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Begin with the text of the column `system`, unless the messages begin with a system message."""
+    if not row.get("system") or (messages and messages[0]["role"] in ("system", "developer")):
+        return messages
+    return (*said_by(row["system"], "system"), *messages)
 
 
 def as_object(row: object) -> Mapping[Any, Any]:
@@ -60,11 +101,16 @@ def as_object(row: object) -> Mapping[Any, Any]:
 
 
 def said_by(value: object, role: str) -> tuple[Message, ...]:
-    """Return the messages of a prompt or an answer, which is a text or messages."""
-    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value)
+    """Return the messages of a prompt or an answer, which is a text, a message or messages."""
+    if isinstance(value, Mapping):
+        return parse_messages([value])
+    return parse_messages([{"role": role, "content": value}] if isinstance(value, str) else value)
 
 
-def _messages(value: object) -> tuple[Message, ...]:
+def parse_messages(value: object) -> tuple[Message, ...]:
+    if isinstance(value, str) and value.lstrip().startswith("["):  # tables without lists hold them as JSON
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise BadRow("messages are not a list")
     return tuple(_message(item) for item in value)
@@ -73,6 +119,8 @@ def _messages(value: object) -> tuple[Message, ...]:
 def _message(value: object) -> Message:
     if not isinstance(value, Mapping):
         raise BadRow("a message is not an object")
+    if "role" not in value and "from" in value:
+        value = _of_sharegpt(value)
     # Tables fill missing fields of a message with nulls.
     message = {key: value[key] for key in KEPT if value.get(key) is not None}
     if "role" not in message:
@@ -90,6 +138,13 @@ def _message(value: object) -> Message:
         if not message.get("content", "").strip():
             raise BadRow("empty content")
     return {"content": "", **message}
+
+
+def _of_sharegpt(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    role = SHAREGPT_ROLES.get(value["from"]) if isinstance(value["from"], str) else None
+    if role is None:
+        raise BadRow("unknown role in from")
+    return {"role": role, "content": value.get("value")}
 
 
 def check_text(messages: Sequence[Message]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from tandem.data.conversation import BadRow, Conversation, parse_row
+from tandem.data.columns import renamer, sources_of
+from tandem.data.conversation import SHAPES, BadRow, Conversation, as_object, parse_row, shape_of
 from tandem.data.datasets_rows import read_dataset
 from tandem.data.file_rows import read_file
 from tandem.data.row_report import ValidationReport
@@ -45,16 +46,22 @@ class RowFormat(Generic[R]):
     """How to read one kind of rows."""
 
     noun: str
-    columns: tuple[str, ...]
-    """The columns to read of a table."""
+    families: tuple[tuple[str, ...], ...]
+    """The columns to read of a table, in families: a row is read by one of them. Empty: all columns."""
     understand: Callable[[object, int, str], R]
     """Parses a raw row, with its number and source; raises BadRow with the reason."""
+    named: Callable[[Mapping[Any, Any]], str]
+    """Says what kind of row an understood one is."""
+    example: str
+    """A mapping of columns, for errors."""
 
 
 CONVERSATIONS = RowFormat(
     "conversation",
-    ("messages", "prompt", "completion"),
+    tuple(SHAPES),
     lambda row, number, source: Conversation(parse_row(row), number, source),
+    lambda row: SHAPES[shape_of(row)],
+    '{ prompt = "question", completion = "answer" }',
 )
 
 
@@ -85,16 +92,21 @@ def load_rows(spec: FileData | DatasetData, field_name: str = "data") -> DataSpl
 def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R]) -> DataSplit[R]:
     """Read, check and split the rows. DataError for a bad row, unless the spec allows bad rows."""
     report = ValidationReport()
-    name, rows = _training_source(spec, shape.columns, field_name)
-    train = _read(name, islice(rows, spec.max_examples or None), shape, report)
-    eval_source = _eval_source(spec, shape.columns, field_name)
+    rename = renamer(spec.columns, shape.families, field_name)
+    known = {name for family in shape.families for name in family}
+    columns = sorted(known | set(sources_of(spec.columns))) if known else None
+    name, rows = _training_source(spec, columns, field_name)
+    train = _read(name, islice(rows, spec.max_examples or None), rename, shape, report)
+    eval_source = _eval_source(spec, columns, field_name)
     if eval_source is None:
         train, held_out = _hold_out(train, spec.eval_share)
     else:
-        held_out = _read(*eval_source, shape, report)
+        held_out = _read(*eval_source, rename, shape, report)
         train = _drop_held_out(train, held_out, report)
     if report.dropped and not spec.allow_bad_rows:
         way_out = f"correct these rows, or skip them: {field_name}.allow_bad_rows = true"
+        if not report.kinds:
+            way_out = f"say which column holds what, as in {field_name}.columns = {shape.example}"
         raise DataError(f"{field_name}: {report.text()}\n{way_out}")
     if not train or (eval_source and not held_out):
         use = "evaluate" if train else "train"
@@ -102,14 +114,14 @@ def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R]) -> 
     return DataSplit(train, held_out, report)
 
 
-def _training_source(spec: FileData | DatasetData, columns: Sequence[str], field_name: str) -> Source:
+def _training_source(spec: FileData | DatasetData, columns: Sequence[str] | None, field_name: str) -> Source:
     if isinstance(spec, FileData):
         return spec.path, read_file(Path(spec.path), columns, f"{field_name}.path")
     rows = read_dataset(spec.name, spec.subset, spec.split, columns, field_name)
     return f"{spec.name}[{spec.split}]", enumerate(rows, start=1)
 
 
-def _eval_source(spec: FileData | DatasetData, columns: Sequence[str], field_name: str) -> Source | None:
+def _eval_source(spec: FileData | DatasetData, columns: Sequence[str] | None, field_name: str) -> Source | None:
     if isinstance(spec, FileData):
         where = f"{field_name}.eval_path"
         return (spec.eval_path, read_file(Path(spec.eval_path), columns, where)) if spec.eval_path else None
@@ -119,12 +131,20 @@ def _eval_source(spec: FileData | DatasetData, columns: Sequence[str], field_nam
     return f"{spec.name}[{spec.eval_split}]", enumerate(rows, start=1)
 
 
-def _read(source: str, rows: Iterator[tuple[int, object]], shape: RowFormat[R], report: ValidationReport) -> list[R]:
+def _read(
+    source: str,
+    rows: Iterator[tuple[int, object]],
+    rename: Callable[[object], object],
+    shape: RowFormat[R],
+    report: ValidationReport,
+) -> list[R]:
     found: list[R] = []
-    for number, row in rows:
+    for number, raw in rows:
         report.read += 1
         try:
+            row = rename(raw)
             found.append(shape.understand(row, number, source))
+            report.kinds[shape.named(as_object(row))] += 1
         except BadRow as bad:
             report.drop(source, number, str(bad))
     return found

@@ -58,7 +58,7 @@ def parse_pair(row: object) -> tuple[tuple[Message, ...], tuple[Message, ...], t
 
 def _conversation(row: Mapping[Any, Any], name: str, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
     if row.get(name) is None:
-        raise BadRow(f"no {name}")
+        raise BadRow(f"no {name} in its columns ({', '.join(map(str, row))})")
     messages = _of_field(name, row[name], "assistant")
     if messages[-1]["role"] != "assistant":
         raise BadRow(f"{name}: the last turn is not the assistant's")
@@ -82,6 +82,8 @@ def _of_field(name: str, value: object, role: str) -> tuple[Message, ...]:
 
 PAIRS = RowFormat(
     "pair",
-    ("prompt", "chosen", "rejected"),
+    (("prompt", "chosen", "rejected"),),
     lambda row, number, source: Pair(*parse_pair(row), number, source),
+    lambda row: "chosen and rejected" if row.get("prompt") is None else "prompt, chosen and rejected",
+    '{ prompt = "question", chosen = "better", rejected = "worse" }',
 )

@@ -19,6 +19,8 @@ class ValidationReport:
 
     read: int = 0
     dropped: list[Dropped] = field(default_factory=list[Dropped])
+    kinds: Counter[str] = field(default_factory=Counter[str])
+    """How many rows were understood as what."""
 
     def drop(self, source: str, row: int, reason: str) -> None:
         self.dropped.append(Dropped(source, row, reason))
@@ -33,7 +35,11 @@ class ValidationReport:
 
     def text(self, num_examples: int = 3) -> str:
         """Return a summary line, then a line per reason with its first rows."""
-        lines = [f"{self.read} rows read, {self.used} used, {len(self.dropped)} left out"]
+        kinds = ", ".join(f"{name} ({count})" for name, count in self.kinds.most_common())
+        if len(self.kinds) == 1:
+            kinds = next(iter(self.kinds))
+        known = f" as {kinds}" if kinds else ""
+        lines = [f"{self.read} rows read{known}, {self.used} used, {len(self.dropped)} left out"]
         for reason, count in self.by_reason().items():
             rows = [f"{row.source}:{row.row}" for row in self.dropped if row.reason == reason]
             more = ", ..." if count > num_examples else ""

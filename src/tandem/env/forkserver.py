@@ -28,7 +28,7 @@ from tandem.env.worker import LoadedEnvironment, work
 from tandem.env.worker_messages import MAX_TEXT
 from tandem.errors import EnvironmentFailed, TandemError
 from tandem.io import json_frames, leash
-from tandem.protocols import Demonstrator
+from tandem.protocols import Demonstrator, Reporting
 
 _TICK_S = 0.25
 _TAIL_BYTES = 4096
@@ -258,9 +258,13 @@ def main() -> None:
         json_frames.send(control, {"op": "refused", "kind": kind, "text": str(error)[:MAX_TEXT]})
         return
     threads = threading.active_count() - 1
-    json_frames.send(
-        control, {"op": "loaded", "demonstrates": isinstance(environment, Demonstrator), "threads": threads}
-    )
+    told = {
+        "demonstrates": isinstance(environment, Demonstrator),
+        "threads": threads,
+        "replies_first": getattr(environment, "replies_first", False) is True,
+        "report": environment.report[:MAX_TEXT] if isinstance(environment, Reporting) else "",
+    }
+    json_frames.send(control, {"op": "loaded", **told})
     ForkServer(control, loaded, order["memory_bytes"]).run()
 
 

@@ -14,6 +14,7 @@ from tandem.env.load import load_environment
 from tandem.env.outcome_check import checked
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.io.tool_calls import parse_calls
+from tandem.spec.load import load_spec
 from tandem.types import Message, Outcome, ToolCall
 
 
@@ -62,6 +63,13 @@ class HumanChat:
             raise EpisodeFailed("raised", "the input ended before the judge's answer") from error
 
 
+def _of_spec(path: str | Path, changes: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    environment = getattr(load_spec(path), "environment", None)
+    if environment is None:
+        raise SpecError(f"{path}: has no [environment] to play; name a spec of recipe = 'rl', or an environment")
+    return environment.name, {**environment.params, **changes}
+
+
 def try_environment(
     name: str | Path,
     params: Mapping[str, Any] | None = None,
@@ -71,9 +79,13 @@ def try_environment(
     ask: Callable[[str], str] = input,
     tell: Callable[[str], object] = print,
 ) -> Outcome:
-    """Play one task. The environment's exceptions are raised unchanged, with their traceback."""
+    """Play one task of an environment, or of the one that a spec's file has.
+
+    The environment's exceptions are raised unchanged, with their traceback."""
     if split not in SPLITS:
         raise SpecError(f"split = '{split}': an environment has {' and '.join(map(repr, SPLITS))}")
+    if str(name).endswith(".toml"):
+        name, params = _of_spec(name, params or {})
     environment = load_environment(name, params)
     tasks = environment.tasks(split)
     if not 0 <= index < len(tasks):

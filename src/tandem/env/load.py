@@ -31,10 +31,14 @@ ADAPTERS = {
     "gsm8k": "tandem.env.adapters.maths:Gsm8k",
     "math": "tandem.env.adapters.maths:Math",
     "gymnasium": "tandem.env.adapters.gymnasium:Gymnasium",
+    "mix": "tandem.env.mix:Mix",
+    "prompts": "tandem.env.prompts.environment:Prompts",
     "openenv": "tandem.env.adapters.openenv:OpenEnv",
+    "reasoning_gym": "tandem.env.adapters.reasoning_gym:ReasoningGym",
     "verifiers": "tandem.env.adapters.verifiers:Verifiers",
 }
-"""Adapters by the part before the colon. The part after it is the class's parameter `id`; the first two have none."""
+"""Adapters by the part before the colon. The part after it is the class's parameter `id`; gsm8k, math, prompts
+and mix have none."""
 
 
 def load_environment(name: str | Path, params: Mapping[str, Any] | None = None) -> Environment:
@@ -74,7 +78,7 @@ def _find_class(name: str) -> type:
         return _named_class(_import_module(name, place), name, class_name)
     close = difflib.get_close_matches(name, [*BUILT_IN, *ADAPTERS], n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
-    known = ", ".join([*BUILT_IN, "gsm8k", "math"])
+    known = ", ".join([*BUILT_IN, "prompts", "gsm8k", "math"])
     raise wrong(name, f"unknown; {hint}Built in: {known}; your own: package.module:Class or path/to/file.py")
 
 

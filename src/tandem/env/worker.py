@@ -64,8 +64,9 @@ class ToldReply:
 class FarChat:
     """A Chat that sends text to the process that plays, which records it, and receives text back."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: asyncio.StreamWriter, given: dict[str, Any] | None = None) -> None:
+        """`given`: the first reply, which the process that plays has asked for already."""
+        self._writer, self._given = writer, given
         self._ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.said: list[Message] = []
@@ -80,9 +81,15 @@ class FarChat:
             self.said.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ToldReply:
-        ask = {"op": "reply", "said": self.said, "max_tokens": max_tokens, "stop": list(stop)}
-        self.said = []  # the other process has it, even if the reply fails
-        message = await self._ask(ask)
+        if (message := self._given) is not None:
+            self._given = None
+            if self.said or max_tokens is not None or stop:
+                text = "an environment with replies_first asks for its first reply at once, without arguments"
+                raise EpisodeFailed("raised", text)
+        else:
+            ask = {"op": "reply", "said": self.said, "max_tokens": max_tokens, "stop": list(stop)}
+            self.said = []  # the other process has it, even if the reply fails
+            message = await self._ask(ask)
         return ToldReply(
             message["text"], message["truncated"], tuple(ToolCall(**call) for call in message["tool_calls"])
         )
@@ -144,7 +151,7 @@ async def _serve(sock: socket.socket, loaded: LoadedEnvironment) -> None:
         message: dict[str, Any] = json.loads(frame)
         match message["op"]:
             case "play":
-                chat = FarChat(writer)
+                chat = FarChat(writer, message.get("given"))
                 resource_limits.limit_cpu(loaded.episode_timeout_s)
                 episode = asyncio.create_task(_play(loaded, chat, writer, message))
             case "cancel":

@@ -106,6 +106,10 @@ class LoadedMessage(_WorkerMessage):
     op: Literal["loaded"]
     demonstrates: bool
     threads: int
+    replies_first: bool = False
+    """Whether each episode begins with a reply, which can be sampled before a worker is free."""
+    report: str = Field(default="", max_length=MAX_TEXT)
+    """What loading found in the environment's data; empty if it says nothing."""
 
 
 FromLoader = Tasks | Demonstrated | RefusedMessage | LoadedMessage

@@ -26,6 +26,7 @@ from tandem.obs.claims import (
 )
 from tandem.obs.curves import curves_png
 from tandem.obs.plan_vs_measured import against_plan
+from tandem.obs.reward_lines import reward_lines
 from tandem.obs.run_history import History, drops, evaluations, largest, number, read_history, timing, total
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def _content(history: History) -> dict[str, Any]:
         "baseline": "before RL" if "before_rl" in history.eval else "before",
         "interval_name": interval_name(status) if interval(status) else "",
         "curves": _curves(history),
+        "rewards": reward_lines(history.rows),
         "timing": timing(history),
         "planned": against_plan(history),
         "drops": drops(history),

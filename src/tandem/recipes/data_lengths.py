@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tandem.build import standalone_engines, training
 from tandem.data.conversation import Conversation
@@ -22,6 +22,7 @@ from tandem.rollout.recorded_producer import record, record_pair
 from tandem.runs.planner.lengths import Lengths, RecordedGroup
 from tandem.runs.planner.model_shape import NoPlan, read_shape
 from tandem.spec.data import DatasetData
+from tandem.spec.environment import PROMPTS
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 from tandem.types import Group
 
@@ -104,9 +105,17 @@ def _environment(spec: RlSpec) -> Environment:
     """Load the environment, unless loading it would start processes or download something."""
     environment_spec = training.its_spec(spec)
     name = environment_spec.name
+    if name == PROMPTS and _is_here(environment_spec.params.get("data")):
+        return training.environment(environment_spec.model_copy(update={"workers": 0}))
     if environment_spec.workers or name.partition(":")[0] in ADAPTERS:
         raise SpecError(f"environment.name = '{name}': is not loaded for a plan; give --prompt-tokens")
     return training.environment(environment_spec)
+
+
+def _is_here(data: Any) -> bool:
+    """Return whether the data of `prompts` is a file or directory of this machine, which needs no download."""
+    named = data.get("path", data.get("name")) if isinstance(data, dict) else data
+    return isinstance(named, str) and Path(named).exists()
 
 
 def _prompt_lengths(spec: RlSpec, environment: Environment) -> Lengths:

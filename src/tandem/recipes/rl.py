@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import groups, run_engines, training
+from tandem.env.mix import mean_by_part
 from tandem.errors import NothingLearned
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
 from tandem.obs.run_history import read_history
 from tandem.obs.sync_status import TOLD
-from tandem.protocols import Algorithm, Environment, Trainer
+from tandem.protocols import Algorithm, Environment, Reporting, Trainer
 from tandem.recipes.supervised_steps import checked_rows, due, recordings_of, say_if_too_few, supervised_stage
 from tandem.rollout.deadlines import why_not
 from tandem.rollout.episode import Setting
@@ -28,7 +29,7 @@ from tandem.runs.verdict import judge
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.data import Demonstrations
 from tandem.spec.engine import HfEngineSpec
-from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.environment import MIX, EnvironmentSpec
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
 from tandem.types import Batch, Group, Metrics, Sampling, Task, Trajectory
@@ -73,6 +74,9 @@ class RlRun:
         )  # fmt: skip
         self._noted = set[str]()
         self.setting = None if environment is None else self._setting(environment, training.its_spec(spec))
+        if isinstance(environment, Reporting) and environment.report:
+            run.event("data", report=environment.report)
+            run.view.say("   data: " + environment.report)
         if environment is not None:
             say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
 
@@ -259,6 +263,10 @@ class RlRun:
     def _tell(self, found: Evaluation, name: str, label: str) -> None:
         """Report the mean, and example answers if none scored; not for `before`, which a warm-up may follow."""
         self.run.evaluated(name, label, found.mean, metric=found.measure)
+        if training.its_spec(self.spec).name == MIX:
+            means = mean_by_part([task.id for task in self.eval_tasks], found.scores)
+            self.run.event("evaluation by environment", name=name, means=means)
+            self.run.view.say("   of which " + ", ".join(f"{part} {mean:.4g}" for part, mean in means.items()))
         if name != "before" and found.none_scored:
             self.run.view.say(f"   {found.none_scored}")
             tasks = {task.id: task for task in self.eval_tasks}

@@ -52,6 +52,7 @@ async def evaluate(
 ) -> Evaluation:
     """Play the tasks and score them. `measure`: that of an earlier evaluation. The first one uses accuracy if every
     outcome has a `correct` between 0 and 1, otherwise the reward."""
+    failures: list[EpisodeFailed] = []
     greedy = replace(setting, sampling=Sampling(max_tokens=max_tokens, temperature=0.0))
 
     async def score(index: int, task: Task) -> Trajectory | None:
@@ -64,6 +65,7 @@ async def evaluate(
             return trajectory
         except EpisodeFailed as failure:
             _log.warning("evaluation: %s", failure)
+            failures.append(failure)
             return None
 
     played = await asyncio.gather(*(score(index, task) for index, task in enumerate(tasks)))
@@ -71,7 +73,7 @@ async def evaluate(
     if failed > max_failed_share * len(tasks):
         raise TooManyFailures(
             f"evaluation: {failed} of {len(tasks)} episodes failed, more than environment.max_failed_share = "
-            f"{max_failed_share:g} allows; log.txt names each"
+            f"{max_failed_share:g} allows; log.txt names each; the first: {failures[0]}"
         )
     if unclosed := sum(trajectory is not None and trajectory.unclosed for trajectory in played):
         _log.warning("evaluation: %d of %d answers score 0: their thinking never ended", unclosed, len(tasks))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import PurePath
-from typing import Annotated, Literal
+import os
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator
 
@@ -17,21 +17,21 @@ class Demonstrations(Spec):
     kind: Literal["demonstrations"] = "demonstrations"
 
 
-_ROW_BY_ROW = {
-    ".csv": "csv.DictReader(sys.stdin)",
-    ".tsv": "csv.DictReader(sys.stdin, delimiter='\\t')",
-    ".json": "json.load(sys.stdin)",
-}
-"""Python that reads the rows of file types that Tandem does not read, for the command in the error message."""
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+"""The kinds of files that are read, by the end of their names."""
 
 
-def _way_out(path: str) -> str:
-    suffix = PurePath(path).suffix.lower()
-    if suffix not in _ROW_BY_ROW:
-        return "write one JSON object per line; for a data set of the hub, set kind = 'dataset' and name"
-    code = f"import csv, json, sys; [print(json.dumps(row)) for row in {_ROW_BY_ROW[suffix]}]"
-    rows = PurePath(path).with_suffix(".jsonl")
-    return f'convert it: python3 -c "{code}" < {shlex.quote(path)} > {shlex.quote(str(rows))}'
+def is_file_name(name: str) -> bool:
+    return PurePath(name).suffix.lower() in SUFFIXES
+
+
+def with_kind(table: object) -> object:
+    """Return a `[data]` table with its kind: `path` names a file, `name` a data set."""
+    if not isinstance(table, dict) or "kind" in table:
+        return cast("object", table)
+    written = cast("dict[str, Any]", table)
+    kind = "file" if "path" in written else "dataset" if "name" in written else ""
+    return {"kind": kind, **written} if kind else written
 
 
 class _Rows(Spec):
@@ -41,15 +41,19 @@ class _Rows(Spec):
     """Most tokens in a row; longer rows are dropped and counted. 0: the model's context."""
     allow_bad_rows: bool = False
     """Skip the rows that the validation report names, instead of stopping."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column holds what, as in `{ prompt = "question", completion = "answer" }`. A text with columns in braces is
+    filled in for each row: `"Which team? {text}"`."""
 
 
 class FileData(_Rows):
-    """A JSONL or parquet file. Rows have `messages`, or `prompt` and `completion`; pairs have `chosen` and
-    `rejected`."""
+    """A file. Rows are chats (`messages`), `prompt` and `completion`, Alpaca or ShareGPT; pairs have `chosen` and
+    `rejected`; other columns are mapped by `columns`."""
 
     kind: Literal["file"] = "file"
     path: Annotated[str, LocalPath()] = Field(min_length=1)
-    """Path that ends in .jsonl or .parquet, relative to the current directory."""
+    """Path of a .jsonl, .json, .csv, .tsv, .parquet or .txt file; looked for beside the spec's file first, then in the
+    current directory."""
     eval_path: Annotated[str, LocalPath()] = ""
     """File for the held-out loss; empty: hold out `eval_share` of the rows."""
     eval_share: float = Field(default=0.05, ge=0, lt=1)
@@ -58,8 +62,10 @@ class FileData(_Rows):
     @field_validator("path", "eval_path")
     @classmethod
     def _known_suffix(cls, path: str) -> str:
-        if path and not path.endswith((".jsonl", ".parquet")):
-            raise ValueError(f"must end in .jsonl or .parquet; {_way_out(path)}")
+        if path and not is_file_name(path):
+            raise ValueError(
+                f"must be a file that ends in {', '.join(SUFFIXES)}; a directory or a data set of the hub is data.name"
+            )
         return path
 
 
@@ -68,7 +74,7 @@ class DatasetData(_Rows):
 
     kind: Literal["dataset"] = "dataset"
     name: Annotated[str, LocalPath()] = Field(min_length=1)
-    """The name or directory for `datasets.load_dataset`."""
+    """The name on the hub, or a directory."""
     subset: str = ""
     """Name of the configuration; empty: the data set's only one."""
     split: str = "train"
@@ -79,6 +85,25 @@ class DatasetData(_Rows):
     """Share of the rows held out when `eval_split` is empty: at least 8 rows, or a quarter of fewer than 32; 0: none.
     """
 
+    @field_validator("name")
+    @classmethod
+    def _no_file(cls, name: str) -> str:
+        if is_file_name(name):
+            raise ValueError("names a file; write it as path, and leave out kind and name")
+        return name
+
 
 DataSpec = Annotated[Demonstrations | FileData | DatasetData, Field(discriminator="kind")]
 RecordedData = Annotated[FileData | DatasetData, Field(discriminator="kind")]
+
+
+def beside(path: str, directory: Path) -> str:
+    """Return the absolute path if `path` is there, relative to `directory`; otherwise `path` unchanged."""
+    there = os.path.abspath(directory / path)
+    return there if path and "://" not in path and os.path.exists(there) else path
+
+
+def data_beside(data: FileData | DatasetData, directory: Path) -> FileData | DatasetData:
+    """Return a copy with the absolute paths of what lies beside the spec's file, in `directory`."""
+    fields = ("path", "eval_path") if isinstance(data, FileData) else ("name",)
+    return data.model_copy(update={name: beside(getattr(data, name), directory) for name in fields})

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field
 
 from tandem.spec.base import LocalPath, Spec
+from tandem.spec.data import beside
+
+PROMPTS, MIX = "prompts", "mix"
+"""The environment whose parameters name files: data and reward functions; and the one made of several."""
+_LABEL = re.compile(r"[^A-Za-z0-9_-]+")
+_PATHS = ("path", "eval_path", "name")
 
 
 class NoJudge(Spec):
@@ -44,8 +54,9 @@ class EnvironmentSpec(Spec):
     """An environment by name, with the parameters of its class."""
 
     name: Annotated[str, LocalPath("file:Class")] = Field(min_length=1)
-    """arithmetic, sort or guess; your own: package.module:Class, or a file path (path/to/env.py:Class); or another
-    library's: gsm8k, math, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
+    """prompts: your own data set and reward functions (docs/your_data.md); arithmetic, sort or guess; your own:
+    package.module:Class, or a file path (path/to/env.py:Class); or another library's: gsm8k, math,
+    reasoning_gym:ID, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment's class; unknown ones are refused."""
     episode_timeout_s: float = Field(default=60.0, gt=0)
@@ -53,10 +64,96 @@ class EnvironmentSpec(Spec):
     max_failed_share: float = Field(default=0.2, ge=0, le=1)
     """The run ends when more than this share of the last 100 groups failed."""
     workers: int = Field(default=0, ge=0, le=1024)
-    """Number of worker processes, each of which plays one episode at a time; 0: play all in the run's process."""
+    """Number of worker processes, each of which plays one episode at a time; 0: play all in the run's process. For
+    `prompts` and reasoning_gym, whose workers only score, the default is one for each answer of a step, at most 16."""
     worker_memory_gib: float = Field(default=8.0, gt=0)
     """GiB of address space for each worker, on top of what loading the environment took."""
     pass_env: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Environment variables to pass to workers, besides the harmless ones (PATH, HOME, HF_HOME, ...)."""
     judge: JudgeSpec = NoJudge()
     """The model that `chat.judge(messages)` asks."""
+
+    def in_place(self) -> Self:
+        return super().in_place().beside(Path.cwd())
+
+    def beside(self, directory: Path) -> Self:
+        """Return a copy in which the files that `prompts` names have absolute paths, if they are in `directory`."""
+        return self.model_copy(update={"params": _params_beside(self.name, self.params, directory)})
+
+
+def mixed(tables: Sequence[Any]) -> dict[str, Any]:
+    """Return the `[[environment]]` tables of a spec as one environment, `mix`, which holds them as its parts."""
+    parts: list[dict[str, Any]] = []
+    shared: dict[str, Any] = {}
+    for number, table in enumerate(tables):
+        where = f"environment[{number}]"
+        if not isinstance(table, Mapping):
+            raise ValueError(f"{where} = {table!r}: must be a table, as in [[environment]]")
+        written = dict(cast("Mapping[str, Any]", table))
+        if not isinstance(written.get("name"), str):
+            raise ValueError(f"{where}.name: is missing; each [[environment]] names one")
+        parts.append({key: written.pop(key) for key in ("name", "params", "weight", "label") if key in written})
+        for key, value in written.items():
+            if key not in EnvironmentSpec.model_fields:
+                known = sorted({*EnvironmentSpec.model_fields, "weight", "label"})
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean '{close[0]}'? " if close else ""
+                raise ValueError(f"{where}.{key} = {value!r}: unknown here; {hint}Known: {', '.join(known)}")
+            if shared.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{where}.{key} = {value!r}: another [[environment]] has {shared[key]!r}, and it counts for the "
+                    "whole run; write it once"
+                )
+    part_labels(parts)
+    return {**shared, "name": MIX, "params": {"parts": parts}}
+
+
+def part_labels(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the labels of a mix's parts: as written, or from their names. ValueError for wrong ones, and weights."""
+    labels = [str(part.get("label") or _LABEL.sub("_", PurePath(str(part["name"])).stem).strip("_")) for part in parts]
+    for label, part in zip(labels, parts, strict=True):
+        weight = part.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"environment: weight = {weight!r} of '{label}': must be a positive number")
+        if _LABEL.search(label):
+            raise ValueError(f"environment: label = '{label}': write letters, digits, _ and -")
+        if labels.count(label) > 1:
+            raise ValueError(f"environment: two are called '{label}'; give each a label of its own: label = \"...\"")
+    return labels
+
+
+def _params_beside(name: str, params: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    if name == MIX and isinstance(params.get("parts"), list):
+        parts = cast("list[dict[str, Any]]", params["parts"])
+        return {**params, "parts": [_part_beside(part, directory) for part in parts]}
+    changed = dict(params)
+    if name != PROMPTS:
+        return changed
+    data = params.get("data")
+    if isinstance(data, str):
+        changed["data"] = beside(data, directory)
+    elif isinstance(data, Mapping):
+        table = cast("Mapping[str, Any]", data)
+        paths = {key: beside(table[key], directory) for key in _PATHS if isinstance(table.get(key), str)}
+        changed["data"] = {**table, **paths}
+    if "reward" in params:
+        written = params["reward"]
+        listed = cast("list[Any]", written) if isinstance(written, list | tuple) else [written]
+        found = [_reward_beside(item, directory) for item in listed]
+        changed["reward"] = found if isinstance(written, list | tuple) else found[0]
+    return changed
+
+
+def _part_beside(part: dict[str, Any], directory: Path) -> dict[str, Any]:
+    params = _params_beside(part["name"], part.get("params", {}), directory)
+    return {**part, "name": _reward_beside(part["name"], directory), "params": params}
+
+
+def _reward_beside(item: Any, directory: Path) -> Any:
+    if isinstance(item, Mapping):
+        table = cast("Mapping[str, Any]", item)
+        return {**table, "fn": _reward_beside(table["fn"], directory)} if "fn" in table else table
+    if not isinstance(item, str):
+        return item
+    file, colon, name = (item, "", "") if item.endswith(".py") else item.rpartition(":")
+    return beside(file, directory) + colon + name if file.endswith(".py") else item

@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from tandem.errors import SpecError
+from tandem.spec.data import Demonstrations, data_beside
 from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
 from tandem.spec.environment import JudgeSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
@@ -37,7 +38,19 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     raw = read_toml(path)
     for override in overrides:
         _apply(raw, override)
-    return parse_spec(raw)
+    return _data_beside(parse_spec(raw), Path(path).parent)
+
+
+def _data_beside(spec: RunSpec, directory: Path) -> RunSpec:
+    """Return the spec with the absolute paths of data that lies beside its file, in `directory`."""
+    if not isinstance(spec, RlSpec):
+        return spec.model_copy(update={"data": data_beside(spec.data, directory)})
+    if spec.warmup is not None and not isinstance(spec.warmup.data, Demonstrations):
+        warmup = spec.warmup.model_copy(update={"data": data_beside(spec.warmup.data, directory)})
+        spec = spec.model_copy(update={"warmup": warmup})
+    if spec.environment is not None:
+        spec = spec.model_copy(update={"environment": spec.environment.beside(directory)})
+    return spec
 
 
 def as_spec(spec: AnySpec) -> RunSpec:

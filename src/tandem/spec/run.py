@@ -10,9 +10,9 @@ from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSp
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.base import Spec
 from tandem.spec.checkpoint import CheckpointSpec
-from tandem.spec.data import Demonstrations, RecordedData
+from tandem.spec.data import Demonstrations, RecordedData, with_kind
 from tandem.spec.engine import EngineSpec, HfEngineSpec
-from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.environment import MIX, PROMPTS, EnvironmentSpec, mixed
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
@@ -24,6 +24,8 @@ from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
+
+_MOST_WORKERS = 16  # of `prompts` without `workers`: they only score, and each takes some 10 MB
 
 
 class _RunSpecBase(Spec):
@@ -52,6 +54,19 @@ class _RunSpecBase(Spec):
     artifacts: ArtifactsSpec | None = None
     """Where copies of the run go. Left out: nowhere."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _data_kind_left_out(cls, raw: Any) -> Any:
+        """Set the kind of a `[data]` table by what it names."""
+        if not isinstance(raw, dict):
+            return raw
+        tables = dict(cast("dict[str, Any]", raw))
+        if "data" in tables:
+            tables["data"] = with_kind(tables["data"])
+        if isinstance(tables.get("warmup"), dict) and "data" in tables["warmup"]:
+            tables["warmup"] = {**tables["warmup"], "data": with_kind(tables["warmup"]["data"])}
+        return tables
+
     @model_validator(mode="after")
     def _model_fits(self) -> Self:
         _check_precision(self.precision, self.model)
@@ -69,7 +84,7 @@ class RlSpec(_RunSpecBase):
 
     recipe: Literal["rl"] = "rl"
     environment: EnvironmentSpec | None = None
-    """The source of tasks and rewards. Only runs whose `rollouts` come from other processes may leave it out."""
+    """The source of tasks and rewards, or several. Only runs whose `rollouts` come from elsewhere leave it out."""
     warmup: WarmupStage | None = None
     """Supervised steps before RL. Left out: none."""
     train: RlStage
@@ -97,10 +112,12 @@ class RlSpec(_RunSpecBase):
         if not isinstance(raw, dict):
             return raw
         tables = cast("dict[str, Any]", raw)
+        if isinstance(tables.get("environment"), list):
+            tables = {**tables, "environment": mixed(tables["environment"])}
         for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", DEFAULT_SYNC.bridge)):
             if isinstance(tables.get(table), dict):
                 tables = {**tables, table: {key: kind, **tables[table]}}
-        return tables
+        return _workers_left_out(tables)
 
     @model_validator(mode="after")
     def _fits_together(self) -> RlSpec:
@@ -182,6 +199,24 @@ class RlSpec(_RunSpecBase):
                 "warmup.data.kind = 'demonstrations': demonstrations come from an environment; add [environment], or "
                 "warm up on recorded data"
             )
+
+
+def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
+    """Set the workers of environments that only score, so that a slow or crashing score cannot hurt the trainer."""
+    if not all(isinstance(tables.get(name), dict) for name in ("environment", "train")):
+        return tables
+    environment: dict[str, Any] = tables["environment"]
+    train: dict[str, Any] = tables["train"]
+    groups, size = train.get("groups_per_step"), train.get("group_size")
+    names = [environment.get("name")]
+    if names == [MIX] and isinstance(parts := environment.get("params", {}).get("parts"), list):
+        names = [part.get("name") for part in cast("list[dict[str, Any]]", parts)]
+    only_scores = all(str(name) == PROMPTS or str(name).startswith("reasoning_gym:") for name in names)
+    if "workers" in environment or not only_scores:
+        return tables
+    if not isinstance(groups, int) or not isinstance(size, int):
+        return tables  # refused later
+    return {**tables, "environment": {**environment, "workers": min(_MOST_WORKERS, max(1, groups * size))}}
 
 
 class SftSpec(_RunSpecBase):

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from tandem.env.worker_messages import ENDED, FROM_EPISODE, AskJudge, AskReply, AskTools, Done, Failed, Forget
 from tandem.errors import EngineError, EnvironmentFailed, EpisodeFailed, TemplateError
 from tandem.io import json_frames
-from tandem.protocols import Chat, TimedChat
+from tandem.protocols import Chat, Reply, TimedChat
 from tandem.rollout.workers.forkserver_client import ForkServerClient, Order
 from tandem.types import Message, Outcome, Task
 
@@ -56,16 +56,24 @@ class WorkerEnvironment:
         """Replaced workers by reason."""
         return self._pool.restarts
 
+    @property
+    def report(self) -> str:
+        """What loading found in the environment's data; empty if it says nothing."""
+        return self._fork_server.loaded.report
+
     def tasks(self, split: str) -> list[Task]:
         if split not in self._splits:
             self._splits[split] = self._pool.fork_server.tasks(split)
         return self._splits[split]
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
+        # Sampled before a worker is waited for: few workers do not slow the engine down, and which requests it samples
+        # together does not depend on how fast they are.
+        given = await chat.reply() if self._fork_server.loaded.replies_first else None
         with chat.off_the_clock() if isinstance(chat, TimedChat) else contextlib.nullcontext():
             worker = await self._pool.take()
         try:
-            return await worker.play(task, chat)
+            return await worker.play(task, chat, given)
         finally:
             self._pool.release(worker)
 
@@ -86,9 +94,11 @@ class _PoolWorker:
         self.broken = ""
         """Why it cannot be used again; empty if it can."""
 
-    async def play(self, task: Task, chat: Chat) -> Outcome:
+    async def play(self, task: Task, chat: Chat, given: Reply | None) -> Outcome:
+        """`given`: the episode's first reply, if it was asked for already."""
         self.playing = True
-        self._send({"op": "play", "id": task.id, **task.payload})
+        first = {} if given is None else {"given": _told(given)}
+        self._send({"op": "play", "id": task.id, **task.payload, **first})
         asked: dict[int, asyncio.Task[None]] = {}
         engine_failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
@@ -183,8 +193,7 @@ class _PoolWorker:
     @staticmethod
     async def _reply(chat: Chat, message: AskReply) -> dict[str, Any]:
         reply = await chat.reply(max_tokens=message.max_tokens, stop=message.stop)
-        calls = [asdict(call) for call in reply.tool_calls]
-        return {"op": "answer", "text": reply.text, "truncated": reply.truncated, "tool_calls": calls}
+        return {"op": "answer", **_told(reply)}
 
     @staticmethod
     async def _judge(chat: Chat, message: AskJudge) -> dict[str, Any]:
@@ -194,6 +203,11 @@ class _PoolWorker:
     def _send(self, value: dict[str, Any]) -> None:
         if not self._writer.is_closing():
             self._writer.write(json_frames.pack(value))
+
+
+def _told(reply: Reply) -> dict[str, Any]:
+    calls = [asdict(call) for call in reply.tool_calls]
+    return {"text": reply.text, "truncated": reply.truncated, "tool_calls": calls}
 
 
 class _Pool:

@@ -1,0 +1,1 @@
+"""The environment `prompts`: a data set of prompts, and functions that score the answers."""
