@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -35,6 +36,8 @@ from tandem.types import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -77,6 +80,68 @@ class Demonstrator(Protocol):
     """An environment that can warm up a model with SFT."""
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]: ...   # turns to follow task.messages
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The samples of one optimizer step, token by token, as read-only arrays. T tokens of S samples, one sample behind
+    the other, in the order in which the step took them."""
+
+    ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    """True where the loss counts."""
+    logprobs_T: NDArray[np.float32]
+    """As the engine reported them; 0 where the policy sampled nothing."""
+    versions_T: NDArray[np.int64]
+    """The version that sampled each token; -1 if none did."""
+    advantages_T: NDArray[np.float32]
+    """0 where the loss does not count."""
+    sample_T: NDArray[np.int64]
+    """The sample that each token belongs to: `rewards_S[sample_T]` is the reward of each token."""
+    rewards_S: NDArray[np.float64]
+    group_S: NDArray[np.int64]
+    """The group that each sample belongs to."""
+    task_ids: tuple[str, ...]
+    """The task of each sample."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step that has ended, as a callback sees it."""
+
+    version: int
+    """Steps taken so far, this one included."""
+    stage: str
+    """warmup, rl, sft or preference."""
+    metrics: Mapping[str, float]
+    """The row of metrics.jsonl; it cannot be written to."""
+    read_tokens: Callable[[], StepTokens] = field(repr=False)
+    """Makes `tokens`."""
+
+    @cached_property
+    def tokens(self) -> StepTokens:
+        """The batch by token; made when it is first read, so a callback that reads no token pays for none."""
+        return self.read_tokens()
+
+
+class Callback(Protocol):
+    """Called after every optimizer step. An exception ends the run."""
+
+    def on_step(self, step: Step) -> Mapping[str, float] | None: ...   # what it returns is added to the step's metrics
+
+
+@runtime_checkable
+class StartingCallback(Protocol):
+    """A callback that is told where the run's directory is."""
+
+    def on_start(self, directory: Path) -> None: ...      # before the first step; again when the run is resumed
+
+
+@runtime_checkable
+class EndingCallback(Protocol):
+    """A callback that is told how the run ended."""
+
+    def on_end(self, status: Mapping[str, Any]) -> None: ...   # the content of status.json
 
 
 Credit = list[list[float]]                                # of one group: per trajectory, per trained token
@@ -163,6 +228,7 @@ class WeightBridge(Protocol):
     def close(self) -> None: ...                          # disconnects
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """A part whose state belongs in a checkpoint."""
 

@@ -15,19 +15,22 @@ from typing import Any
 
 from tandem.data.file_rows import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
+from tandem.io import own_code
 from tandem.io.extras import require_extra
 from tandem.io.model_path_check import refuse_missing, refuse_no_model
 from tandem.obs.closing_summary import closing_text
 from tandem.obs.live_view import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.run_history import read_status
-from tandem.obs.trackers.tracker_process import TrackerTarget, openers
+from tandem.obs.trackers.tracker_process import TrackerTarget, check_tracker, openers
 from tandem.obs.trackers.tracker_queue import Feed
 from tandem.recipes.crew import crew_of, on_ranks, until_lost
+from tandem.runs.callbacks import load_callbacks
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import chain, classify_error
 from tandem.runs.lease import DirectoryLease, begin, need_room
+from tandem.runs.own_code_record import keep_code
 from tandem.runs.run import Run, StoppedByHand
 from tandem.runs.run_ending import finished, say_failed, spec_of
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
@@ -35,6 +38,7 @@ from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.data import FileData
 from tandem.spec.load import AnySpec, as_spec, to_toml
+from tandem.spec.own import is_own
 from tandem.spec.rollouts import AtroposRollouts
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 
@@ -60,12 +64,25 @@ def run(
         raise SpecError("rollouts.kind = 'atropos': start this spec with `tandem atropos SPEC`")
     # Before torch is imported: missing files and wrong environment parameters are refused at once.
     _refuse_missing(spec)
-    environment = _environment(spec)
-    directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
     spec = spec.in_place()  # absolute paths: the run may be resumed from another directory
-    begin(directory, to_toml(spec))
-    lease = DirectoryLease(directory)
-    return _run(spec, lease, directory, environment, view or LiveView(spec.name), rehearse=rehearse)
+    with own_code.session():
+        _check_own_code(spec)
+        environment = _environment(spec)
+        directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
+        begin(directory, to_toml(spec))
+        lease = DirectoryLease(directory)
+        return _run(spec, lease, directory, environment, view or LiveView(spec.name), rehearse=rehearse)
+
+
+def _check_own_code(spec: RunSpec) -> None:
+    """Build each part of the user's own once, before the run directory is made: what is wrong with it is said now."""
+    from tandem.build import training
+
+    load_callbacks(spec.callbacks)
+    training.check_own_code(spec)
+    for name in spec.track.to if spec.track else ():
+        if is_own(name):
+            check_tracker(name)
 
 
 def _refuse_missing(spec: RunSpec) -> None:
@@ -94,8 +111,10 @@ def resume(
         lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
             spec = on_ranks(spec, ranks or spec.parallel.ranks, hosts)
-            environment = _environment(spec)
-            return _run(spec, lease, directory, environment, view).status
+            with own_code.session():
+                _check_own_code(spec)
+                environment = _environment(spec)
+                return _run(spec, lease, directory, environment, view).status
         try:
             if _is_incomplete(spec, directory, status):
                 write_report(directory)
@@ -145,6 +164,7 @@ def _run(
         try:
             with _signals_end(checkpointer), view, run:
                 view.say(f"run {directory}")
+                keep_code(run, spec, found.version if found else 0)
                 for text in checkpoints.set_aside:
                     run.event("checkpoint_damaged", message=text)
                     view.say(f"   {text}")
@@ -234,6 +254,7 @@ async def _train(
     if (track := spec.track) is not None:
         target = TrackerTarget(str(run.directory), run.directory.name, track.project, track.url)
         run.tracking = Feed(openers(track.to, target), tell=run.warn)
+    run.call_back(load_callbacks(spec.callbacks))
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
     plan = keep_plan(spec, run, environment)
     if plan is not None and fresh:

@@ -44,8 +44,9 @@ class EnvironmentSpec(Spec):
     """An environment by name, with the parameters of its class."""
 
     name: Annotated[str, LocalPath("file:Class")] = Field(min_length=1)
-    """arithmetic, sort or guess; your own: package.module:Class, or a file path (path/to/env.py:Class); or another
-    library's: gsm8k, math, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
+    """arithmetic, sort or guess; your own: package.module:Class, or a file (path/to/env.py:Class), which is looked for
+    beside the spec's file first; or another library's: gsm8k, math, gymnasium:ID, verifiers:ID, openenv:URL
+    (docs/adapters.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment's class; unknown ones are refused."""
     episode_timeout_s: float = Field(default=60.0, gt=0)
