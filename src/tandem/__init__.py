@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.obs.sync_status import sync_status as sync_status
     from tandem.protocols import Algorithm as Algorithm
     from tandem.protocols import Callback as Callback
+    from tandem.protocols import Chat as Chat
+    from tandem.protocols import Environment as Environment
+    from tandem.protocols import OptimizerRule as OptimizerRule
     from tandem.protocols import Step as Step
     from tandem.protocols import StepTokens as StepTokens
     from tandem.recipes import resume as resume
@@ -101,6 +104,9 @@ _API = {
     "Batch": "tandem.types",
     "Group": "tandem.types",
     "MicroBatch": "tandem.types",
+    "OptimizerRule": "tandem.protocols",
+    "Environment": "tandem.protocols",
+    "Chat": "tandem.protocols",
     "Step": "tandem.protocols",
     "StepTokens": "tandem.protocols",
     "TokenLogprobs": "tandem.types",

@@ -286,6 +286,15 @@ class Optimizer(Protocol):
     def load(self, state: Mapping[str, Tensor]) -> None: ...   # takes such a state back
 
 
+class OptimizerRule(Protocol):
+    """An optimizer of the user's own; `by_rows = True` says that rows of a matrix may be updated apart."""
+
+    def init(self, like: Tensor) -> dict[str, Tensor]: ...   # the state of one parameter: fp32 tensors of zeros
+    def update(
+        self, value: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: float, step: int
+    ) -> None: ...                                        # changes value and state in place; step is 1 at the first
+
+
 class Trainer(Protocol):
     """Turns a batch into a new version."""
 

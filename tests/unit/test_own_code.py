@@ -253,3 +253,122 @@ def test_a_file_beside_the_spec_is_taken_before_one_in_the_directory_of_the_comm
     assert spec.algorithm.name == f"{home}/mine.py:loss"
     assert spec.in_place().algorithm.credit == f"{tmp_path}/other.py:credit"
     assert spec.environment.name == f"{home}/ascii.py:Ascii"
+
+
+# --- objects of Python
+
+
+class Counts:
+    def __init__(self, stop_at: int = 99) -> None:
+        self.seen: list[int] = []
+        self.stop_at = stop_at
+
+    def on_step(self, step: tandem.Step) -> None:
+        if step.version == self.stop_at:
+            raise RuntimeError("enough")
+        self.seen.append(step.version)
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step: int, numbers: Any) -> None:
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.steps.append(-1)
+
+
+class Plain:
+    def init(self, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+    def update(self, value: Any, grad: Any, state: Any, *, lr: float, step: int) -> None:
+        value.sub_(lr * grad)
+
+
+def plain_loss(scored: Any, micro: Any, totals: Any) -> Any:
+    return -((scored.logprobs_N - micro.behaviour_N).exp() * micro.credit_N).sum() / totals.tokens
+
+
+class Ascii:
+    def tasks(self, split: str) -> list[tandem.Task]:
+        return [tandem.Task(f"{split} {n}", ({"role": "user", "content": str(n)},)) for n in range(8)]
+
+    async def run(self, task: tandem.Task, chat: tandem.Chat) -> tandem.Outcome:
+        text = (await chat.reply()).text
+        return tandem.Outcome(sum(character.isascii() for character in text) / (len(text) + 1))
+
+
+OBJECT_SPEC: dict[str, Any] = {
+    "recipe": "rl",
+    "model": {"preset": "tiny"},
+    "checkpoint": {"every": 1},
+    "eval": {"tasks": 2},
+    "train": {"steps": 4, "lr": 1e-3, "groups_per_step": 2, "group_size": 3, "max_tokens": 8},
+}
+
+
+def test_objects_train_as_files_do_and_resume_asks_for_the_same(tmp_path: Path):
+    counts, tracker = Counts(), Rows()
+    same: dict[str, Any] = {"environment": Ascii(), "algorithm": plain_loss, "optimizer": Plain()}
+    tandem.run(OBJECT_SPEC, tmp_path / "whole", callbacks=[counts], trackers=[tracker], **same)
+    assert counts.seen == [1, 2, 3, 4]
+    assert tracker.steps == [1, 2, 3, 4, -1]
+    with pytest.raises(OwnCodeFailed, match=r"test_own_code.Counts.*enough.*test_own_code.py:\d+, in on_step"):
+        tandem.run(OBJECT_SPEC, tmp_path / "killed", callbacks=[Counts(3)], trackers=[tracker], **same)
+    for wrong, said in (
+        ({}, "test_own_code.Ascii.*, and got none; pass the same"),
+        ({**same, "callbacks": [Rows()], "trackers": [tracker]}, "test_own_code.Counts"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            tandem.resume(tmp_path / "killed", **wrong)
+    tandem.resume(tmp_path / "killed", callbacks=[Counts()], trackers=[tracker], **same)
+    assert tandem.digest_run(tmp_path / "killed") == tandem.digest_run(tmp_path / "whole")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "workers": ({"environment": {"workers": 2}}, {"environment": Ascii()}, "environment.workers = 2: worker processes"),
+    "twice": ({"environment": {"name": "sort"}}, {"environment": Ascii()}, "environment.name = 'sort': the"),
+    "no step": ({"environment": {"name": "sort"}}, {"callbacks": [Ascii()]}, "has no method on_step"),
+    "no run": ({}, {"environment": Rows()}, "it has no method tasks"),
+    "ranks": (
+        {
+            "environment": {"name": "sort"}, "parallel": {"ranks": 2}, "engine": {"kind": "server"},
+            "sync": {"bridge": "broadcast"},
+        },
+        {"algorithm": plain_loss},
+        "the other ranks cannot get the object algorithm",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_object_that_does_not_fit_is_refused(case: str, tmp_path: Path):
+    changes, objects, said = REFUSED[case]
+    with pytest.raises(SpecError, match=said):
+        tandem.run({**OBJECT_SPEC, **changes}, tmp_path / "run", **objects)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hook_gets_the_batch_by_token_and_cannot_write_to_it(tmp_path: Path):
+    found: list[tandem.StepTokens] = []
+
+    class Keeps:
+        def on_step(self, step: tandem.Step) -> None:
+            found.append(step.tokens)
+            with pytest.raises(ValueError, match="read-only"):
+                step.tokens.ids_T[0] = 0
+            with pytest.raises(TypeError):
+                step.metrics["x"] = 1  # pyright: ignore[reportIndexIssue]
+
+    run = tandem.run(OBJECT_SPEC, tmp_path / "run", environment=Ascii(), callbacks=[Keeps()])
+    first, row = found[0], rows(run.directory)[0]
+    assert first.mask_T.sum() == row["tokens/sampled"]
+    assert first.rewards_S.mean() == pytest.approx(row["reward/mean"])
+    assert (first.versions_T[first.mask_T] == 0).all()
+    assert (first.logprobs_T[first.mask_T] < 0).all()
+    centred = first.rewards_S - [first.rewards_S[first.group_S == group].mean() for group in first.group_S]
+    assert first.advantages_T[first.mask_T] == pytest.approx(centred[first.sample_T][first.mask_T], abs=1e-6)
+    assert len(first.task_ids) == 6

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from tandem.obs.closing_summary import closing_text
 from tandem.obs.live_view import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.run_history import read_status
-from tandem.obs.trackers.tracker_process import TrackerTarget, check_tracker, openers
+from tandem.obs.trackers.tracker_process import Client, TrackerTarget, check_tracker, openers
 from tandem.obs.trackers.tracker_queue import Feed
+from tandem.protocols import Callback, Environment, OptimizerRule
 from tandem.recipes.crew import crew_of, on_ranks, until_lost
+from tandem.recipes.objects import AnyAlgorithm, Objects, check_same, with_objects
 from tandem.runs.callbacks import load_callbacks
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
@@ -37,7 +39,7 @@ from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.data import FileData
-from tandem.spec.load import AnySpec, as_spec, to_toml
+from tandem.spec.load import AnySpec, to_toml
 from tandem.spec.own import is_own
 from tandem.spec.rollouts import AtroposRollouts
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
@@ -56,22 +58,29 @@ def run(
     root: str | Path = "runs",
     view: LiveView | None = None,
     rehearse: bool = False,
+    environment: Environment | None = None,
+    algorithm: AnyAlgorithm | None = None,
+    optimizer: OptimizerRule | None = None,
+    callbacks: Sequence[Callback] = (),
+    trackers: Sequence[Client] = (),
 ) -> Run:
     """Train as the spec says, in a new run directory, and return the run with its status. `rehearse`: first try the
-    largest micro-batches and a sync, and compare them with the plan."""
-    spec = as_spec(spec)
+    largest micro-batches and a sync, and compare them with the plan. The other arguments are objects of your own, in
+    the place of what a spec names; docs/your_own.md has their methods."""
+    objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
+    spec = with_objects(spec, objects)
     if isinstance(spec, RlSpec) and isinstance(spec.rollouts, AtroposRollouts):
         raise SpecError("rollouts.kind = 'atropos': start this spec with `tandem atropos SPEC`")
     # Before torch is imported: missing files and wrong environment parameters are refused at once.
     _refuse_missing(spec)
     spec = spec.in_place()  # absolute paths: the run may be resumed from another directory
-    with own_code.session():
+    with own_code.session(objects.by_name()):
         _check_own_code(spec)
-        environment = _environment(spec)
+        played = _environment(spec)
         directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
         begin(directory, to_toml(spec))
         lease = DirectoryLease(directory)
-        return _run(spec, lease, directory, environment, view or LiveView(spec.name), rehearse=rehearse)
+        return _run(spec, lease, directory, played, view or LiveView(spec.name), rehearse=rehearse)
 
 
 def _check_own_code(spec: RunSpec) -> None:
@@ -100,21 +109,38 @@ def _refuse_missing(spec: RunSpec) -> None:
 
 
 def resume(
-    directory: str | Path, *, take_over: bool = False, view: LiveView | None = None, ranks: int = 0, hosts: int = 0
+    directory: str | Path,
+    *,
+    take_over: bool = False,
+    view: LiveView | None = None,
+    ranks: int = 0,
+    hosts: int = 0,
+    environment: Environment | None = None,
+    algorithm: AnyAlgorithm | None = None,
+    optimizer: OptimizerRule | None = None,
+    callbacks: Sequence[Callback] = (),
+    trackers: Sequence[Client] = (),
 ) -> Mapping[str, Any]:
     """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
     is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: the
-    number of ranks to train on; 0: as before. `hosts`: how many hosts they are on; 0: on this one."""
+    number of ranks to train on; 0: as before. `hosts`: how many hosts they are on; 0: on this one. A run that began
+    with objects of Python needs the same ones; code that has changed since is reported."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
             spec = on_ranks(spec, ranks or spec.parallel.ranks, hosts)
-            with own_code.session():
-                _check_own_code(spec)
-                environment = _environment(spec)
-                return _run(spec, lease, directory, environment, view).status
+            objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
+            with own_code.session(objects.by_name()):
+                try:
+                    check_same(spec, objects)
+                    _check_own_code(spec)
+                    played = _environment(spec)
+                except BaseException:
+                    lease.close()
+                    raise
+                return _run(spec, lease, directory, played, view).status
         try:
             if _is_incomplete(spec, directory, status):
                 write_report(directory)
