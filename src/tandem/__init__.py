@@ -13,6 +13,13 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.obs.rollouts_status import rollouts_status as rollouts_status
     from tandem.obs.sync_audit import audit_sync as audit_sync
     from tandem.obs.sync_status import sync_status as sync_status
+    from tandem.protocols import Algorithm as Algorithm
+    from tandem.protocols import Callback as Callback
+    from tandem.protocols import Chat as Chat
+    from tandem.protocols import Environment as Environment
+    from tandem.protocols import OptimizerRule as OptimizerRule
+    from tandem.protocols import Step as Step
+    from tandem.protocols import StepTokens as StepTokens
     from tandem.recipes import resume as resume
     from tandem.recipes import run as run
     from tandem.recipes.atropos_run import run_atropos as run_atropos
@@ -45,9 +52,14 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.spec.load import json_schema as json_schema
     from tandem.spec.load import load_spec as load_spec
     from tandem.spec.load import parse_spec as parse_spec
+    from tandem.types import Batch as Batch
+    from tandem.types import Group as Group
+    from tandem.types import MicroBatch as MicroBatch
     from tandem.types import Outcome as Outcome
     from tandem.types import Sampling as Sampling
     from tandem.types import Task as Task
+    from tandem.types import TokenLogprobs as TokenLogprobs
+    from tandem.types import Totals as Totals
     from tandem.types import Trajectory as Trajectory
 
 __version__ = "0.1.0"
@@ -93,6 +105,18 @@ _API = {
     "parse_spec": "tandem.spec.load",
     "json_schema": "tandem.spec.load",
     "Listen": "tandem.serve.http.run",
+    "Algorithm": "tandem.protocols",
+    "Callback": "tandem.protocols",
+    "Batch": "tandem.types",
+    "Group": "tandem.types",
+    "MicroBatch": "tandem.types",
+    "OptimizerRule": "tandem.protocols",
+    "Environment": "tandem.protocols",
+    "Chat": "tandem.protocols",
+    "Step": "tandem.protocols",
+    "StepTokens": "tandem.protocols",
+    "TokenLogprobs": "tandem.types",
+    "Totals": "tandem.types",
     "Task": "tandem.types",
     "Outcome": "tandem.types",
     "Sampling": "tandem.types",

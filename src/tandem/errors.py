@@ -6,6 +6,7 @@ TandemError
 ├── DataError              a data set, or a file of it, is wrong              (exit 2; also ValueError)
 ├── EnvironmentFailed      the environment as a whole cannot be used
 │   └── TooManyFailures    too large a share of the last groups failed
+├── OwnCodeFailed          a loss, optimizer or callback of the user's own raised, or returned something else
 ├── EpisodeFailed          one episode raised, hung or returned no number; only its group is dropped
 ├── StoreError             the rollout store or the rollout service refused or failed
 │   ├── Starved            too many groups in a row had nothing to learn from
@@ -77,6 +78,10 @@ class EnvironmentFailed(TandemError):
 
 class TooManyFailures(EnvironmentFailed):
     """Too large a share of the last groups failed."""
+
+
+class OwnCodeFailed(TandemError):
+    """A loss, optimizer or callback of the user's own raised, or returned something else. Names its file and line."""
 
 
 class EpisodeFailed(TandemError):

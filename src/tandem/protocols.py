@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -35,6 +36,8 @@ from tandem.types import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -85,6 +88,68 @@ class Reporting(Protocol):
 
     @property
     def report(self) -> str: ...                          # rows read, used and left out, with the reasons; or empty
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The samples of one optimizer step, token by token, as read-only arrays. T tokens of S samples, one sample behind
+    the other, in the order in which the step took them."""
+
+    ids_T: NDArray[np.int64]
+    mask_T: NDArray[np.bool_]
+    """True where the loss counts."""
+    logprobs_T: NDArray[np.float32]
+    """As the engine reported them; 0 where the policy sampled nothing."""
+    versions_T: NDArray[np.int64]
+    """The version that sampled each token; -1 if none did."""
+    advantages_T: NDArray[np.float32]
+    """0 where the loss does not count."""
+    sample_T: NDArray[np.int64]
+    """The sample that each token belongs to: `rewards_S[sample_T]` is the reward of each token."""
+    rewards_S: NDArray[np.float64]
+    group_S: NDArray[np.int64]
+    """The group that each sample belongs to."""
+    task_ids: tuple[str, ...]
+    """The task of each sample."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step that has ended, as a callback sees it."""
+
+    version: int
+    """Steps taken so far, this one included."""
+    stage: str
+    """warmup, rl, sft or preference."""
+    metrics: Mapping[str, float]
+    """The row of metrics.jsonl; it cannot be written to."""
+    read_tokens: Callable[[], StepTokens] = field(repr=False)
+    """Makes `tokens`."""
+
+    @cached_property
+    def tokens(self) -> StepTokens:
+        """The batch by token; made when it is first read, so a callback that reads no token pays for none."""
+        return self.read_tokens()
+
+
+class Callback(Protocol):
+    """Called after every optimizer step. An exception ends the run."""
+
+    def on_step(self, step: Step) -> Mapping[str, float] | None: ...   # what it returns is added to the step's metrics
+
+
+@runtime_checkable
+class StartingCallback(Protocol):
+    """A callback that is told where the run's directory is."""
+
+    def on_start(self, directory: Path) -> None: ...      # before the first step; again when the run is resumed
+
+
+@runtime_checkable
+class EndingCallback(Protocol):
+    """A callback that is told how the run ended."""
+
+    def on_end(self, status: Mapping[str, Any]) -> None: ...   # the content of status.json
 
 
 Credit = list[list[float]]                                # of one group: per trajectory, per trained token
@@ -171,6 +236,7 @@ class WeightBridge(Protocol):
     def close(self) -> None: ...                          # disconnects
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """A part whose state belongs in a checkpoint."""
 
@@ -226,6 +292,15 @@ class Optimizer(Protocol):
     def state(self) -> dict[str, Tensor]: ...             # by parameter name; with the bits that 16-bit weights lack
     def cut(self) -> Mapping[str, tuple[int, tuple[int, ...]]]: ...   # first row and whole shape of state cut by itself
     def load(self, state: Mapping[str, Tensor]) -> None: ...   # takes such a state back
+
+
+class OptimizerRule(Protocol):
+    """An optimizer of the user's own; `by_rows = True` says that rows of a matrix may be updated apart."""
+
+    def init(self, like: Tensor) -> dict[str, Tensor]: ...   # the state of one parameter: fp32 tensors of zeros
+    def update(
+        self, value: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: float, step: int
+    ) -> None: ...                                        # changes value and state in place; step is 1 at the first
 
 
 class Trainer(Protocol):

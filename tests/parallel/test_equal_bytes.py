@@ -14,6 +14,7 @@ import pytest
 
 from tandem.types import MEASURED
 
+OWN = Path(__file__).with_name("own_rules.py")
 CASES = {
     "sft": {},
     "sft recompute": {"model": {"activations": "recompute"}},
@@ -26,12 +27,15 @@ CASES = {
     "sft apollo": {"optimizer": "apollo"},
     "sft apollo_mini bf16": {"optimizer": "apollo_mini", "precision": {"weights": "bfloat16"}},
     "sft adafactor": {"optimizer": "adafactor"},
+    "sft own by rows": {"optimizer": f"{OWN}:SignMomentum"},
+    "sft own whole bf16": {"optimizer": f"{OWN}:Centred", "precision": {"weights": "bfloat16"}},
     "sft lora": {"model": {"lora": {"rank": 4}}},
     "sft lora bf16": {"model": {"lora": {"rank": 4}}, "precision": {"weights": "bfloat16"}},
     "sft lora muon": {"model": {"lora": {"rank": 4}}, "optimizer": "muon"},
     "preference": {"recipe": "preference"},
     "preference lora": {"recipe": "preference", "model": {"lora": {"rank": 4}}},
     "groups": {"recipe": "rl"},
+    "groups own loss": {"recipe": "rl", "algorithm": {"name": f"{OWN}:loss", "reference": True}},
     "groups lora": {"recipe": "rl", "model": {"lora": {"rank": 4}}},
 }
 LAYOUTS = {
@@ -59,7 +63,8 @@ def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
         spec["precision"] = changes["precision"]
     if recipe == "rl":
         spec |= {
-            "environment": {"name": "sort"}, "algorithm": {"kind": "grpo", "kl_coef": 0.05}, "eval": {},
+            "environment": {"name": "sort"}, "eval": {},
+            "algorithm": changes.get("algorithm", {"kind": "grpo", "kl_coef": 0.05}),
             "engine": {"kind": "server"}, "sync": {"bridge": "adapter" if "lora" in model else "broadcast"},
         }  # fmt: skip
         spec["train"] |= {"groups_per_step": 4, "group_size": 4}

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import optimizers, training
+from tandem.errors import SpecError
+from tandem.io import own_code
 from tandem.io.file_system import file_system_of
 from tandem.io.shared_directory import why_unseen
 from tandem.protocols import Trainer
 from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
+from tandem.spec.own import own_names
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
 from tandem.spec.train import WarmupStage
@@ -95,7 +98,9 @@ def lead(spec: RunSpec, store: Any, *, local_rank: int, local_ranks: int, childr
     )
     member = Member(crew)
     crew.handle("begin", member.begin)
-    crew.order("begin", spec=spec.model_dump(mode="json", exclude_none=True))
+    on_all = ("algorithm.", "train.", "warmup.")  # callbacks, trackers and environments are rank 0's alone
+    code = {name: own_code.sha256_of(name) for field, name in own_names(spec) if field.startswith(on_all)}
+    crew.order("begin", spec=spec.model_dump(mode="json", exclude_none=True), code=code)
     return crew
 
 
@@ -133,7 +138,8 @@ def follow(
     member = Member(crew, directory)
     crew.handle("begin", member.begin)
     try:
-        crew.follow()
+        with own_code.session():
+            crew.follow()
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told to rank 0
         crew.fail(error)
 
@@ -200,8 +206,17 @@ class Member:
         self._crew, self._directory = crew, directory
         self._sender: Callable[[Mapping[str, Any], Weights], object] | None = None
 
-    def begin(self, spec: dict[str, Any]) -> None:
+    def begin(self, spec: dict[str, Any], code: Mapping[str, str]) -> None:
+        """`code`: the SHA-256 of each file of the user's own on rank 0; another loss on one rank would be averaged in
+        without a sign."""
         self._spec = parse_spec(spec)
+        for name, sha256 in code.items():
+            if (mine := own_code.sha256_of(name)) != sha256:
+                found = f"has SHA-256 {mine[:12]}" if mine else "is missing"
+                raise SpecError(
+                    f"{name}: {found} on rank {self._crew.rank} ({self._crew.host}), and {sha256[:12]} on rank 0; put "
+                    "the same file there"
+                )
         self._crew.row_shards = self._spec.parallel.row_shards
         training.settle_torch(self._spec)
         self._crew.handle("see", self._see)

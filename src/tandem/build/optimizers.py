@@ -6,7 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.protocols import Optimizer
-from tandem.spec.optim import AdamW8bitSpec, AdamWOffloadSpec, AdamWSpec, ApolloMiniSpec, MuonSpec, OptimizerSpec
+from tandem.spec.optim import (
+    AdamW8bitSpec,
+    AdamWOffloadSpec,
+    AdamWSpec,
+    ApolloMiniSpec,
+    MuonSpec,
+    OptimizerSpec,
+    OwnOptimizerSpec,
+)
 from tandem.spec.train import Stage
 
 if TYPE_CHECKING:
@@ -84,7 +92,7 @@ def optimizer(
 
 def rules(spec: OptimizerSpec, seed: int, shapes: Shapes | None = None) -> tuple[UpdateRule, UpdateRule]:
     """Return two update rules: for matrices, and for embeddings, head and vectors, which no matrix rule suits."""
-    from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon
+    from tandem.optim import adafactor, adamw, adamw_8bit, adamw_offload, apollo, muon, own
 
     if isinstance(spec, ApolloMiniSpec):
         in_8_bits = spec.tables == "adamw_8bit"  # the rule itself keeps vectors in full, as they are small
@@ -98,6 +106,8 @@ def rules(spec: OptimizerSpec, seed: int, shapes: Shapes | None = None) -> tuple
         rule = adamw_offload.AdamWOffload(spec)
     elif isinstance(spec, AdamWSpec):
         rule = adamw.AdamW(spec)
+    elif isinstance(spec, OwnOptimizerSpec):
+        rule = own.make(spec)
     else:
         rule = adafactor.Adafactor(spec)
     return rule, rule

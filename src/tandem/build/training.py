@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.build import optimizers
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
-from tandem.protocols import Algorithm, Engine, Environment, Trainer
+from tandem.protocols import Algorithm, Credit, Engine, Environment, Trainer
 from tandem.publish import Call, on_this_thread
-from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
+from tandem.spec.algorithm import AlgorithmSpec, DistillSpec, OwnAlgorithmSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.environment import EngineJudgeSpec as EngineJudgeSpec
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
 from tandem.spec.environment import HttpJudgeSpec as HttpJudgeSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
-from tandem.spec.optim import AdamWOffloadSpec
+from tandem.spec.optim import AdamWOffloadSpec, OwnOptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec
 from tandem.spec.run import RlSpec, RunSpec
@@ -300,7 +300,7 @@ def why_not_ranks(model: BuiltModel, path: str) -> str:
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
     """Build the RL algorithm. `max_tokens`: most tokens of one assistant turn."""
-    from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo
+    from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, own, ppo, reinforce_pp, rloo
 
     match spec.kind:
         case "dr_grpo":
@@ -321,6 +321,17 @@ def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
             return ppo.make(spec)
         case "distill":
             return distill.make(spec)
+        case "own":
+            return own.make(spec)
+
+
+def check_own_code(spec: RunSpec) -> None:
+    """Load the user's own algorithm and optimizers, and check how they can be called."""
+    if isinstance(spec, RlSpec) and isinstance(spec.algorithm, OwnAlgorithmSpec):
+        algorithm(spec.algorithm, spec.train.max_tokens)
+    for stage in (spec.train, spec.warmup if isinstance(spec, RlSpec) else None):
+        if stage is not None and isinstance(stage.optimizer, OwnOptimizerSpec):
+            optimizers.rules(stage.optimizer, spec.seed)
 
 
 def sft_algorithm() -> Algorithm:
@@ -427,11 +438,20 @@ def caller(deterministic: bool) -> Call:
     return on_this_thread if deterministic else asyncio.to_thread
 
 
-def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) -> Callable[[list[Group], int], Batch]:
-    """Return the function that packs groups into the batch of one step."""
+def batches(
+    stage: RlStage | SftStage,
+    model: BuiltModel,
+    algorithm: Algorithm,
+    seen: Callable[[Sequence[Group], Sequence[Credit]], None] | None = None,
+) -> Callable[[list[Group], int], Batch]:
+    """Return the function that packs groups into the batch of one step. `seen`: called with the groups of each step and
+    their credit."""
     import torch
 
     from tandem.train.batch_packing import make_batch
+
+    if seen is not None:
+        algorithm = replace(algorithm, credit=_seen(algorithm.credit, seen))
 
     def make(groups: list[Group], version: int) -> Batch:
         return make_batch(
@@ -445,6 +465,17 @@ def batches(stage: RlStage | SftStage, model: BuiltModel, algorithm: Algorithm) 
         )
 
     return make
+
+
+def _seen(
+    credit: Callable[[Sequence[Group]], list[Credit]], seen: Callable[[Sequence[Group], Sequence[Credit]], None]
+) -> Callable[[Sequence[Group]], list[Credit]]:
+    def credit_and_show(groups: Sequence[Group]) -> list[Credit]:
+        credits = credit(groups)
+        seen(groups, credits)
+        return credits
+
+    return credit_and_show
 
 
 FileOrDataset = FileData | DatasetData

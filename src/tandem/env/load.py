@@ -23,6 +23,8 @@ from tandem.env.builtin.guess import Guess
 from tandem.env.builtin.sort import Sort
 from tandem.env.protocol_check import check_environment, their_code, wrong
 from tandem.errors import EnvironmentFailed, SpecError
+from tandem.io import own_code
+from tandem.io.own_code import OBJECT
 from tandem.protocols import Environment
 
 BUILT_IN: dict[str, type] = {"arithmetic": Arithmetic, "guess": Guess, "sort": Sort}
@@ -44,6 +46,10 @@ and mix have none."""
 def load_environment(name: str | Path, params: Mapping[str, Any] | None = None) -> Environment:
     """Find the class, check the parameters, make an instance. An environment that is not built in is checked too."""
     name = str(name)
+    if name.startswith(OBJECT):
+        passed = own_code.load("environment.name", name)
+        check_environment(passed, own_code.short(name))
+        return passed
     params = {**(params or {}), **_adapter_id(name, params or {})}
     found = BUILT_IN.get(name) or _find_class(name)
     _check_params(found, name, params)

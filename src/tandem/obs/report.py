@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.io.atomic_write import write_bytes
+from tandem.io.bounded_json import read_json
 from tandem.obs.claims import (
     caveat,
     change,
@@ -109,6 +110,21 @@ def _facts(history: History) -> list[tuple[str, str]]:
         facts.append(("largest logprob gap", f"{gap:.2g}" + (f", limit {limit:.2g}" if limit is not None else "")))
     if (gap := largest(rows, "sync/logprob_gap_older")) is not None:
         facts.append(("the same of older tokens", f"{gap:.2g}"))
+    return facts + _own_code(history)
+
+
+def _own_code(history: History) -> list[tuple[str, str]]:
+    """Return the user's own code that the run used, with its digest and the steps after which it changed."""
+    path = history.directory / "code.json"
+    try:
+        record = read_json(path)
+    except (OSError, ValueError):
+        return []
+    facts: list[tuple[str, str]] = []
+    for field, code in record.items():
+        changes = ", ".join(str(each["last_step"]) for each in code["earlier"])
+        text = f"{Path(code['name']).name} (SHA-256 {code['sha256'][:12] or 'unknown'})"
+        facts.append((str(field), f"{text}; changed after step {changes}" if changes else text))
     return facts
 
 

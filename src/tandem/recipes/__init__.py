@@ -8,33 +8,39 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tandem.data.file_rows import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
+from tandem.io import own_code
 from tandem.io.extras import require_extra
 from tandem.io.model_path_check import refuse_missing, refuse_no_model
 from tandem.obs.closing_summary import closing_text
 from tandem.obs.live_view import LiveView
 from tandem.obs.report import write_report
 from tandem.obs.run_history import read_status
-from tandem.obs.trackers.tracker_process import TrackerTarget, openers
+from tandem.obs.trackers.tracker_process import Client, TrackerTarget, check_tracker, openers
 from tandem.obs.trackers.tracker_queue import Feed
+from tandem.protocols import Callback, Environment, OptimizerRule
 from tandem.recipes.crew import crew_of, until_lost
+from tandem.recipes.objects import AnyAlgorithm, Objects, check_same, with_objects
+from tandem.runs.callbacks import load_callbacks
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import chain, classify_error
 from tandem.runs.lease import DirectoryLease, begin, need_room
+from tandem.runs.own_code_record import keep_code
 from tandem.runs.run import Run, StoppedByHand
 from tandem.runs.run_ending import finished, say_failed, spec_of
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.data import FileData
-from tandem.spec.load import AnySpec, as_spec, to_toml
+from tandem.spec.load import AnySpec, to_toml
+from tandem.spec.own import is_own
 from tandem.spec.ranks import on_ranks
 from tandem.spec.rollouts import AtroposRollouts
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
@@ -53,20 +59,40 @@ def run(
     root: str | Path = "runs",
     view: LiveView | None = None,
     rehearse: bool = False,
+    environment: Environment | None = None,
+    algorithm: AnyAlgorithm | None = None,
+    optimizer: OptimizerRule | None = None,
+    callbacks: Sequence[Callback] = (),
+    trackers: Sequence[Client] = (),
 ) -> Run:
     """Train as the spec says, in a new run directory, and return the run with its status. `rehearse`: first try the
-    largest micro-batches and a sync, and compare them with the plan."""
-    spec = as_spec(spec)
+    largest micro-batches and a sync, and compare them with the plan. The other arguments are objects of your own, in
+    the place of what a spec names; docs/your_own.md has their methods."""
+    objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
+    spec = with_objects(spec, objects)
     if isinstance(spec, RlSpec) and isinstance(spec.rollouts, AtroposRollouts):
         raise SpecError("rollouts.kind = 'atropos': start this spec with `tandem atropos SPEC`")
     # Before torch is imported: missing files and wrong environment parameters are refused at once.
     _refuse_missing(spec)
-    environment = _environment(spec)
-    directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
     spec = spec.in_place()  # absolute paths: the run may be resumed from another directory
-    begin(directory, to_toml(spec))
-    lease = DirectoryLease(directory)
-    return _run(spec, lease, directory, environment, view or LiveView(spec.name), rehearse=rehearse)
+    with own_code.session(objects.by_name()):
+        _check_own_code(spec)
+        played = _environment(spec)
+        directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
+        begin(directory, to_toml(spec))
+        lease = DirectoryLease(directory)
+        return _run(spec, lease, directory, played, view or LiveView(spec.name), rehearse=rehearse)
+
+
+def _check_own_code(spec: RunSpec) -> None:
+    """Build each part of the user's own once, before the run directory is made: what is wrong with it is said now."""
+    from tandem.build import training
+
+    load_callbacks(spec.callbacks)
+    training.check_own_code(spec)
+    for name in spec.track.to if spec.track else ():
+        if is_own(name):
+            check_tracker(name)
 
 
 def _refuse_missing(spec: RunSpec) -> None:
@@ -84,19 +110,38 @@ def _refuse_missing(spec: RunSpec) -> None:
 
 
 def resume(
-    directory: str | Path, *, take_over: bool = False, view: LiveView | None = None, ranks: int = 0, hosts: int = 0
+    directory: str | Path,
+    *,
+    take_over: bool = False,
+    view: LiveView | None = None,
+    ranks: int = 0,
+    hosts: int = 0,
+    environment: Environment | None = None,
+    algorithm: AnyAlgorithm | None = None,
+    optimizer: OptimizerRule | None = None,
+    callbacks: Sequence[Callback] = (),
+    trackers: Sequence[Client] = (),
 ) -> Mapping[str, Any]:
     """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
     is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: the
-    number of ranks to train on; 0: as before. `hosts`: how many hosts they are on; 0: on this one."""
+    number of ranks to train on; 0: as before. `hosts`: how many hosts they are on; 0: on this one. A run that began
+    with objects of Python needs the same ones; code that has changed since is reported."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
             spec = on_ranks(spec, ranks or spec.parallel.ranks, hosts)
-            environment = _environment(spec)
-            return _run(spec, lease, directory, environment, view).status
+            objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
+            with own_code.session(objects.by_name()):
+                try:
+                    check_same(spec, objects)
+                    _check_own_code(spec)
+                    played = _environment(spec)
+                except BaseException:
+                    lease.close()
+                    raise
+                return _run(spec, lease, directory, played, view).status
         try:
             if _is_incomplete(spec, directory, status):
                 write_report(directory)
@@ -146,6 +191,7 @@ def _run(
         try:
             with _signals_end(checkpointer), view, run:
                 view.say(f"run {directory}")
+                keep_code(run, spec, found.version if found else 0)
                 for text in checkpoints.set_aside:
                     run.event("checkpoint_damaged", message=text)
                     view.say(f"   {text}")
@@ -235,6 +281,7 @@ async def _train(
     if (track := spec.track) is not None:
         target = TrackerTarget(str(run.directory), run.directory.name, track.project, track.url)
         run.tracking = Feed(openers(track.to, target), tell=run.warn)
+    run.call_back(load_callbacks(spec.callbacks))
     run.progress.setup_s, run.progress.step_s = spec.liveness.setup_s, spec.liveness.step_s
     plan = keep_plan(spec, run, environment)
     if plan is not None and fresh:

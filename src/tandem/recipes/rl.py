@@ -212,7 +212,8 @@ class RlRun:
         self.run.stage(
             "rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}"
         )
-        make, latest = training.batches(stage, self.model, algorithm), list[Trajectory]()
+        seen = self.run.callbacks.seen if self.run.callbacks else None
+        make, latest = training.batches(stage, self.model, algorithm, seen), list[Trajectory]()
 
         def make_batch(groups: list[Group], version: int) -> Batch:
             latest[:] = chain.from_iterable(groups)

@@ -86,7 +86,7 @@ async def recorded_stage(
         publisher=run_engines.no_publisher(call),
         store=store,
         producers=[build_groups.recordings(groups, store, seed)],
-        make_batch=training.batches(stage, model, algorithm),
+        make_batch=training.batches(stage, model, algorithm, run.callbacks.seen if run.callbacks else None),
         groups_per_step=stage.batch_size,
         last_version=stage.steps,
         after_step=record_step,

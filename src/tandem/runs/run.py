@@ -19,6 +19,7 @@ from tandem.io import atomic_write
 from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
 from tandem.obs.live_view import LiveView
 from tandem.obs.trackers.tracker_queue import Feed
+from tandem.runs.callbacks import Callbacks
 from tandem.runs.failure_diagnosis import classify_error
 from tandem.runs.lease import DirectoryLease
 from tandem.runs.liveness import STACKS, ProgressCounter, Sign, Watchdog
@@ -72,6 +73,8 @@ class Run:
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.tracking = Feed({})
+        self.callbacks = Callbacks()
+        self._callback_states: Mapping[str, Any] = earlier.get("callbacks", {}) if earlier is not None else {}
         self.progress = ProgressCounter(directory)
         self._watchdog = Watchdog(self.progress, directory / STACKS, self._stalled)
 
@@ -114,6 +117,7 @@ class Run:
             logging.getLogger(__name__).error("the run ended", exc_info=(type(error), error, traceback))
             self._set_state("cancelled" if cancelled else "failed")
         self._watchdog.stop()
+        self.callbacks.end(self.status)
         self.tracking.close()
         for writer in (self._metrics, self._events, self._ledger, self._samples):
             writer.close()
@@ -121,6 +125,11 @@ class Run:
         self._log.close()
 
     # --- what happens in it
+
+    def call_back(self, callbacks: Callbacks) -> None:
+        """Call these after each step from now on; they go on from the checkpoint that the run resumes from."""
+        self.callbacks = callbacks
+        callbacks.start(self.directory, self._callback_states)
 
     def event(self, stage: str, **data: Any) -> None:
         """Write a numbered event. `at` is this machine's clock; nothing depends on it."""
@@ -140,6 +149,7 @@ class Run:
         if metrics.get("train/set_aside"):
             self.event("set_aside", step=step)  # no step was taken; log.txt has the tasks
             return
+        self.callbacks.step(step, self.current_stage, metrics)
         row = {"step": step, "stage": self.current_stage, **metrics}
         self._metrics.write(row)
         self.tracking.row(row)
@@ -155,6 +165,7 @@ class Run:
             "files": {name: writer.size_bytes for name, writer in zip(_FILES, writers, strict=False)},
             "status": {key: copy.deepcopy(self.status[key]) for key in ("steps_done", "steps_total", "eval")},
             "seconds": time.monotonic() - self._started,
+            "callbacks": self.callbacks.state(),
         }
 
     def settle(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,7 +16,7 @@ class LocalPath:
 
     kind: Literal["if there", "always", "file:Class"] = "if there"
     """if there: a path only if it exists, else a hub id or a command. always: a path, even before it exists.
-    file:Class: the form of an environment's name."""
+    file:Class: code of the user's own (as an environment), which is looked for beside the spec's file first."""
 
     def absolute(self, value: str) -> str:
         """Return `value` as an absolute path; unchanged if it is a URL or no path."""
@@ -53,4 +53,7 @@ class Spec(BaseModel):
                 changed[name] = value.in_place()
             elif mark is not None and isinstance(value, str):
                 changed[name] = mark.absolute(value)
+            elif mark is not None and isinstance(value, tuple | list):
+                names = cast("tuple[str, ...]", value)
+                changed[name] = type(names)(mark.absolute(each) for each in names)
         return self.model_copy(update=changed)

@@ -55,8 +55,8 @@ class EnvironmentSpec(Spec):
 
     name: Annotated[str, LocalPath("file:Class")] = Field(min_length=1)
     """prompts: your own data set and reward functions (docs/your_data.md); arithmetic, sort or guess; your own:
-    package.module:Class, or a file path (path/to/env.py:Class); or another library's: gsm8k, math,
-    reasoning_gym:ID, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
+    package.module:Class, or a file (path/to/env.py:Class), which is looked for beside the spec's file first; or
+    another library's: gsm8k, math, reasoning_gym:ID, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment's class; unknown ones are refused."""
     episode_timeout_s: float = Field(default=60.0, gt=0)

@@ -16,6 +16,7 @@ from tandem.errors import SpecError
 from tandem.spec.data import Demonstrations, data_beside
 from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
 from tandem.spec.environment import JudgeSpec
+from tandem.spec.own import beside, with_kinds
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
 from tandem.spec.toml import read_toml
 
@@ -38,7 +39,8 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
     raw = read_toml(path)
     for override in overrides:
         _apply(raw, override)
-    return _data_beside(parse_spec(raw), Path(path).parent)
+    directory = Path(path).parent
+    return _data_beside(beside(parse_spec(raw), directory), directory)
 
 
 def _data_beside(spec: RunSpec, directory: Path) -> RunSpec:
@@ -67,8 +69,9 @@ def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
             f"recipe = {_show(raw.get('recipe'))}: the first line of a spec names the recipe; "
             'write recipe = "rl", recipe = "sft", or recipe = "preference" for pairs of answers'
         )
+    raw = with_kinds(raw)
     try:
-        return _ADAPTER.validate_python(dict(raw))
+        return _ADAPTER.validate_python(raw)
     except ValidationError as error:
         raise SpecError("\n".join(_explain(item, raw) for item in error.errors(include_url=False))) from error
 

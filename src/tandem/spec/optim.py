@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tandem.spec.base import Spec
+from tandem.spec.own import OwnName, as_own
 
 
 class AdamWSpec(Spec):
@@ -80,10 +81,28 @@ class ApolloSpec(ApolloMiniSpec):
     """Rank of the projection; at most the smaller side of a matrix is used."""
 
 
+class OwnOptimizerSpec(Spec):
+    """An optimizer of your own, from a file; `kind = "mine.py:Lion"` says the same. docs/your_own.md has an example."""
+
+    kind: Literal["own"] = "own"
+    name: OwnName = Field(min_length=1)
+    """A class with `init` and `update`, or a function `update` that keeps no state, as `file.py:name`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class or of the function; unknown ones are refused."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay of matrices, applied before each update; norms and biases have none."""
+    state_bytes: float = Field(default=8.0, ge=0)
+    """Bytes of state per weight, for the plan of the run; 4 for each fp32 tensor that `init` makes."""
+
+
 OptimizerSpec = Annotated[
-    AdamWSpec | AdamW8bitSpec | AdamWOffloadSpec | AdafactorSpec | MuonSpec | ApolloSpec | ApolloMiniSpec,
-    Field(discriminator="kind"),
-]
+    Annotated[
+        AdamWSpec | AdamW8bitSpec | AdamWOffloadSpec | AdafactorSpec | MuonSpec | ApolloSpec | ApolloMiniSpec
+        | OwnOptimizerSpec,
+        Field(discriminator="kind"),
+    ],
+    BeforeValidator(as_own),
+]  # fmt: skip
 
 
 class ConstantSchedule(Spec):

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
-from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec
+from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec, uses_reference
 from tandem.spec.artifacts import ArtifactsSpec
-from tandem.spec.base import Spec
+from tandem.spec.base import LocalPath, Spec
 from tandem.spec.checkpoint import CheckpointSpec
 from tandem.spec.data import Demonstrations, RecordedData, with_kind
 from tandem.spec.engine import EngineSpec, HfEngineSpec
@@ -16,6 +16,7 @@ from tandem.spec.environment import MIX, PROMPTS, EnvironmentSpec, mixed
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
+from tandem.spec.own import OwnName
 from tandem.spec.pairing import check_sync
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
@@ -45,6 +46,8 @@ class _RunSpecBase(Spec):
     """After how many seconds without progress the run counts as stalled."""
     track: TrackSpec | None = None
     """Trackers that receive every step's metrics. Left out: none."""
+    callbacks: Annotated[tuple[OwnName, ...], Field(strict=False), LocalPath("file:Class")] = ()
+    """Classes of your own that are called after every step, as `file.py:Class`, in this order."""
     precision: PrecisionSpec = Float32Precision()
     """Bits of the weights, and how the bits that they lack are kept."""
     parallel: ParallelSpec = ParallelSpec()
@@ -287,7 +290,7 @@ def _check_algorithm(algorithm: AlgorithmSpec, stage: RlStage) -> None:
             f"train.replace_equal_groups = {stage.replace_equal_groups}: '{algorithm.kind}' also learns from groups "
             "with equal rewards, so no group would be replaced; leave it out"
         )
-    if stage.top_p < 1 and (isinstance(algorithm, DistillSpec) or getattr(algorithm, "kl_coef", 0)):
+    if stage.top_p < 1 and (isinstance(algorithm, DistillSpec) or uses_reference(algorithm)):
         raise ValueError(
             f"train.top_p = {stage.top_p:g}: a token outside the reference's own nucleus has an infinite KL; "
             "set top_p = 1, or leave out the KL term or the teacher"

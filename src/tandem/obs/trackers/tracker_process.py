@@ -9,6 +9,7 @@ produces: calls of the tracker, in order    waits for: the tracker
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -21,6 +22,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
+
+from tandem.errors import SpecError
+from tandem.io import own_code
 
 _ORPHAN_S = 10.0  # for a tracker to deliver its rows after the run's process is gone
 
@@ -52,7 +56,7 @@ class TrackerProcess:
     """
 
     def __init__(self, name: str, place: TrackerTarget) -> None:
-        self._log = Path(place.directory) / "trackers" / f"{name}.log"
+        self._log = Path(place.directory) / "trackers" / f"{own_code.short(name).replace(':', '.')}.log"
         self._log.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-P", "-m", __name__, name, json.dumps(asdict(place)), str(os.getpid())]
         with self._log.open("ab") as output:
@@ -90,12 +94,46 @@ class TrackerProcess:
         return f"{lines[-1] if lines else f'exit code {self._process.returncode}'} ({self._log})"
 
 
-def openers(names: Sequence[str], place: TrackerTarget) -> dict[str, Callable[[], TrackerProcess]]:
-    """Return the function that starts each tracker, by name."""
-    return {name: partial(TrackerProcess, name, place) for name in names}
+def openers(names: Sequence[str], place: TrackerTarget) -> dict[str, Callable[[], TrackerProcess | TrackerInProcess]]:
+    """Return the function that starts each tracker, by name. An object of Python is used in this process, on its
+    queue's thread."""
+    return {own_code.short(name): _opener(name, place) for name in names}
+
+
+class TrackerInProcess:
+    """An object that Python passed in: nothing separates it from the run but its thread."""
+
+    def __init__(self, client: Client) -> None:
+        self.log, self.close = client.log, client.close
+
+    def kill(self) -> None:
+        """Leave a hanging call behind: its thread ends with the process."""
+
+
+def _opener(name: str, place: TrackerTarget) -> Callable[[], TrackerProcess | TrackerInProcess]:
+    if name.startswith(own_code.OBJECT):
+        return partial(TrackerInProcess, own_code.load("track.to", name))
+    return partial(TrackerProcess, name, place)
+
+
+def check_tracker(name: str) -> None:
+    """Check that a tracker of the user's own is a class that takes a target, and has `log` and `close`."""
+    found, where = own_code.load("track.to", name), "track.to"
+    if name.startswith(own_code.OBJECT):
+        found = type(found)
+    elif not inspect.isclass(found):
+        raise SpecError(f"{where} = '{name}': is not a class; write a class with log(step, numbers) and close()")
+    else:
+        own_code.check_call(where, name, found, f"{found.__name__}(target)", "target")
+    for method, call, arguments in (("log", "log(step, numbers)", ("step", "numbers")), ("close", "close()", ())):
+        if not callable(getattr(found, method, None)):
+            raise SpecError(f"{where} = '{name}'{own_code.place_of(found)}: has no method {call}; add it")
+        own_code.check_call(where, name, getattr(found, method), f"self.{call}", "self", *arguments)
 
 
 def _open(name: str, place: TrackerTarget) -> Client:
+    if name.partition(":")[0].endswith(".py"):
+        return own_code.load("track.to", name)(place)
     if name == "tensorboard":
         from tandem.obs.trackers.tensorboard import Tensorboard as Chosen
     elif name == "wandb":

@@ -14,9 +14,10 @@ from tandem.runs.planner.lengths import Micro
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher, trained_tensors
 from tandem.runs.planner.rank_share import ALONE, REDUCED_BYTES, Rank, layer_numbers, root_numbers
 from tandem.runs.planner.workload import Work, pass_of, width_of
+from tandem.spec.algorithm import uses_reference
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import LoraSpec, PresetModel
-from tandem.spec.optim import ApolloMiniSpec, ApolloSpec, OptimizerSpec
+from tandem.spec.optim import ApolloMiniSpec, ApolloSpec, OptimizerSpec, OwnOptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import Stage
@@ -183,8 +184,11 @@ def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None, r
         zip(_updated(shape, lora, rank), trained_tensors(shape, lora), strict=True)
     ):
         rule = kind if matrix else others
-        total += byte_sizes.state_bytes(rule, dims, projected)
-        if rule in ("apollo", "muon", "adafactor"):
+        if isinstance(optimizer, OwnOptimizerSpec):
+            total += int(optimizer.state_bytes * prod(dims))
+        else:
+            total += byte_sizes.state_bytes(rule, dims, projected)
+        if rule in ("apollo", "muon", "adafactor", "own"):
             whole[f"{number}"] = tuple(full)
     if lora is None and rank.row_shards > 1:  # each by its owner, in rounds
         rounds = owner_rounds.rounds_of_owners(whole, rank.row_shards)
@@ -206,7 +210,7 @@ def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, ra
     if not machine.on_gpu and saves_between_steps(spec):
         found["checkpoint"] = copied_bytes(spec, shape, rank) / _GIB
     teacher = read_teacher(spec)
-    compares = not isinstance(spec, RlSpec) or getattr(spec.algorithm, "kl_coef", 0) > 0
+    compares = not isinstance(spec, RlSpec) or uses_reference(spec.algorithm)
     if teacher is not None:
         found["teacher"] = teacher.total * width / _GIB
     elif compares and spec.recipe != "sft" and lora is None:
