@@ -40,6 +40,7 @@ PYTHON_FUNCTION = {
     "chat": "chat_with",
     "report": "write_report",
     "watch": "watch_run",
+    "samples": "samples",
     "eval": "evaluate_model",
     "export": "export_run",
     "compare": "compare_runs",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.env.human_player import try_environment as try_environment
     from tandem.env.load import load_environment as load_environment
     from tandem.env.scaffold import new_environment as new_environment
+    from tandem.io.kept_samples import samples as samples
     from tandem.obs.report import write_report as write_report
     from tandem.obs.rollouts_status import rollouts_status as rollouts_status
     from tandem.obs.sync_audit import audit_sync as audit_sync
@@ -70,6 +71,7 @@ _API = {
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
     "watch_run": "tandem.runs.watch",
+    "samples": "tandem.io.kept_samples",
     "audit_sync": "tandem.obs.sync_audit",
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",

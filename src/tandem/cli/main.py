@@ -16,6 +16,7 @@ from tandem.cli.atropos import atropos
 from tandem.cli.engine import engine_app
 from tandem.cli.online import online_app
 from tandem.cli.options import AsJson, Host, Insecure, Overrides, Port, ReadyFile, Thinking, Version
+from tandem.cli.samples import samples
 from tandem.cli.sync import sync_app
 from tandem.errors import TandemError
 
@@ -559,6 +560,7 @@ def rollouts_top(
 
 
 app.command()(atropos)
+app.command()(samples)
 
 
 def main() -> None:

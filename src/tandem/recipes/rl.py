@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import groups, run_engines, training
-from tandem.errors import NothingLearned
+from tandem.errors import NothingLearned, StoreError
+from tandem.io.kept_samples import KeptSamples
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
 from tandem.obs.run_history import read_history
@@ -187,17 +188,20 @@ class RlRun:
                 found = await self._play_held_out(trainer.version, name)
                 metrics[f"eval/{found.measure}"] = found.mean
                 self._tell(found, name, name)
+            if self.run.kept is not None and not metrics.get("train/set_aside"):
+                self.run.kept.keep(trainer.version, latest)
             self.run.record(trainer.version, metrics)
 
+        self._keep_samples(trainer.version)
         first = self.spec.warmup.steps if self.spec.warmup else 0
         last = first + stage.steps
         self.run.stage(
             "rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}"
         )
-        make, latest = training.batches(stage, self.model, algorithm), list[Trajectory]()
+        make, latest = training.batches(stage, self.model, algorithm), list[Group]()
 
         def make_batch(groups: list[Group], version: int) -> Batch:
-            latest[:] = chain.from_iterable(groups)
+            latest[:] = groups
             return make(groups, version)
 
         try:
@@ -217,10 +221,31 @@ class RlRun:
             trainer.finish()
         except NothingLearned as error:
             raise NothingLearned(
-                f"{error}\nanswers of the last batch, with their rewards:\n{answers(latest)}"
+                f"{error}\nanswers of the last batch, with their rewards:\n{answers([*chain.from_iterable(latest)])}"
             ) from None
         finally:
             await groups.leave(store)
+
+    def _keep_samples(self, version: int) -> None:
+        """Open the store of training samples. A run goes on without one that cannot be opened."""
+        spec = self.spec.samples
+        if not spec.share:
+            return
+        try:
+            self.run.kept = KeptSamples(
+                self.run.directory,
+                after_step=version,
+                share=spec.share,
+                max_bytes=int(spec.max_gib * 2**30),
+                decode=self.model.renderer.decode,
+                tell=self.run.warn,
+            )
+        except (StoreError, OSError) as error:
+            self.run.warn(f"samples: none are kept: {error}")
+            return
+        which = "all" if spec.share == 1 else f"{100 * spec.share:g} % of"
+        self.run.event("samples", share=spec.share, max_gib=spec.max_gib)
+        self.run.view.say(f"   keeps {which} training samples, in at most {spec.max_gib:g} GiB: `tandem samples RUN`")
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Play the held-out tasks with the served version, unless the checkpoint already has this evaluation."""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from tandem.errors import RunFenced, SpecError
 from tandem.io import atomic_write
 from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
+from tandem.io.kept_samples import KeptSamples
 from tandem.obs.live_view import LiveView
 from tandem.obs.trackers.tracker_queue import Feed
 from tandem.runs.failure_diagnosis import classify_error
@@ -72,6 +73,8 @@ class Run:
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.tracking = Feed({})
+        self.kept: KeptSamples | None = None
+        """Where the answers of training steps are kept."""
         self.progress = ProgressCounter(directory)
         self._watchdog = Watchdog(self.progress, directory / STACKS, self._stalled)
 
@@ -115,6 +118,8 @@ class Run:
             self._set_state("cancelled" if cancelled else "failed")
         self._watchdog.stop()
         self.tracking.close()
+        if self.kept is not None:
+            self.kept.close()
         for writer in (self._metrics, self._events, self._ledger, self._samples):
             writer.close()
         logging.getLogger("tandem").removeHandler(self._log)
@@ -161,6 +166,8 @@ class Run:
         """Wait until all rows so far are on the disk. Call it on any thread."""
         for writer in (self._metrics, self._ledger, self._samples):
             writer.settle()
+        if self.kept is not None:
+            self.kept.settle()
 
     def evaluated(self, name: str, label: str, value: float, *, metric: Measure = "accuracy") -> None:
         """Record an evaluation; `name` is its field in status.json. The first evaluation's measure decides the
