@@ -41,6 +41,8 @@ PYTHON_FUNCTION = {
     "report": "write_report",
     "watch": "watch_run",
     "samples": "samples",
+    "runs": "list_runs",
+    "env list": "list_environments",
     "eval": "evaluate_model",
     "export": "export_run",
     "compare": "compare_runs",

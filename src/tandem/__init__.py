@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is used
+    from tandem.env.catalog import list_environments as list_environments
     from tandem.env.human_player import try_environment as try_environment
     from tandem.env.load import load_environment as load_environment
     from tandem.env.scaffold import new_environment as new_environment
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.runs.compare import compare_runs as compare_runs
     from tandem.runs.doctor import diagnose as diagnose
     from tandem.runs.run_ending import digest_run as digest_run
+    from tandem.runs.run_list import list_runs as list_runs
     from tandem.runs.supervise import supervise_run as supervise_run
     from tandem.runs.uploads import push_artifacts as push_artifacts
     from tandem.runs.watch import watch_run as watch_run
@@ -72,6 +74,7 @@ _API = {
     "write_report": "tandem.obs.report",
     "watch_run": "tandem.runs.watch",
     "samples": "tandem.io.kept_samples",
+    "list_runs": "tandem.runs.run_list",
     "audit_sync": "tandem.obs.sync_audit",
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
@@ -83,6 +86,7 @@ _API = {
     "fetch_artifact": "tandem.runs.artifacts",
     "load_environment": "tandem.env.load",
     "new_environment": "tandem.env.scaffold",
+    "list_environments": "tandem.env.catalog",
     "try_environment": "tandem.env.human_player",
     "serve_environment": "tandem.recipes.environment_client",
     "load_spec": "tandem.spec.load",

@@ -60,6 +60,8 @@ class RlRun:
         """`crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
         self.model = training.run_model(spec, crew, getattr(spec.engine, "max_context", 0))
+        if not isinstance(spec.engine, HfEngineSpec):
+            run.view.doing(f"starting the engine ({spec.engine.kind}); a first start compiles, which takes minutes")
         self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew)
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.publisher = run_engines.publisher(
@@ -264,6 +266,7 @@ class RlRun:
             self.run.view.say(f"   {found.none_scored}")
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
+        self.run.view.doing(f"evaluating on {len(self.eval_tasks)} held-out tasks")
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens
         assert self.setting is not None, "RlSpec refuses evaluations without an environment"
         share = training.its_spec(self.spec).max_failed_share
