@@ -6,9 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is used
+    from tandem.env.catalog import list_environments as list_environments
     from tandem.env.human_player import try_environment as try_environment
     from tandem.env.load import load_environment as load_environment
     from tandem.env.scaffold import new_environment as new_environment
+    from tandem.io.kept_samples import samples as samples
     from tandem.obs.report import write_report as write_report
     from tandem.obs.rollouts_status import rollouts_status as rollouts_status
     from tandem.obs.sync_audit import audit_sync as audit_sync
@@ -45,6 +47,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.runs.doctor import diagnose as diagnose
     from tandem.runs.first_spec import write_first_spec as write_first_spec
     from tandem.runs.run_ending import digest_run as digest_run
+    from tandem.runs.run_list import list_runs as list_runs
     from tandem.runs.supervise import supervise_run as supervise_run
     from tandem.runs.uploads import push_artifacts as push_artifacts
     from tandem.runs.watch import watch_run as watch_run
@@ -86,6 +89,8 @@ _API = {
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
     "watch_run": "tandem.runs.watch",
+    "samples": "tandem.io.kept_samples",
+    "list_runs": "tandem.runs.run_list",
     "audit_sync": "tandem.obs.sync_audit",
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
@@ -99,6 +104,7 @@ _API = {
     "fetch_artifact": "tandem.runs.artifacts",
     "load_environment": "tandem.env.load",
     "new_environment": "tandem.env.scaffold",
+    "list_environments": "tandem.env.catalog",
     "try_environment": "tandem.env.human_player",
     "serve_environment": "tandem.recipes.environment_client",
     "load_spec": "tandem.spec.load",

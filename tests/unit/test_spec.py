@@ -107,7 +107,7 @@ BAD = [
     (RL, "train.lr =", "train.lr: is missing", "add it"),
     (SFT, "data =", "data: is missing", "add it"),
     (RL, "recipe =", "recipe = (nothing)", 'write recipe = "rl", recipe = "sft", or recipe = "preference"'),
-    (RL, "recipe = 'grpo'", 'recipe = "grpo"', 'write recipe = "rl", recipe = "sft", or recipe = "preference"'),
+    (RL, "recipe = 'a2c'", 'recipe = "a2c"', 'write recipe = "rl", recipe = "sft", or recipe = "preference"'),
     (RL, "precision.weights = 'fp16'", 'precision.weights = "fp16": must be one of', "'float32', 'bfloat16'"),
     (RL, "precision.master = 'split'", "precision.weights: is missing", "write one of 'bfloat16', 'float32'"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +20,15 @@ def artifacts_push(
     url: Annotated[
         str, typer.Option(help="A directory or s3://bucket/prefix. Default: artifacts.url of the spec.")
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Upload a run's artifacts that are not in the store yet. Exit code 1: at least one upload failed."""
     from tandem.runs.uploads import push_artifacts
 
     done = push_artifacts(run_dir, url=url)
-    for upload in done:
+    if as_json:
+        typer.echo(json.dumps([asdict(upload) for upload in done], indent=2))
+    for upload in () if as_json else done:
         typer.echo(f"{upload.state}  {upload.name}  {upload.size_bytes:,} bytes  {upload.error}".rstrip())
     if any(upload.state == "failed" for upload in done):
         raise typer.Exit(1)
@@ -37,8 +41,6 @@ def artifacts_list(
     as_json: AsJson = False,
 ) -> None:
     """List the complete artifacts of a store, with their sizes."""
-    from dataclasses import asdict
-
     from tandem.runs.artifacts import list_artifacts
 
     found = list_artifacts(url, endpoint=endpoint)

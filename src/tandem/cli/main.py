@@ -18,7 +18,21 @@ from tandem.cli.env_check import env_check
 from tandem.cli.init import init
 from tandem.cli.model import model_app
 from tandem.cli.online import online_app
-from tandem.cli.options import AsJson, Host, Insecure, Overrides, Port, ReadyFile, Thinking, Version
+from tandem.cli.options import (
+    AsJson,
+    Host,
+    Insecure,
+    Overrides,
+    Port,
+    Quiet,
+    ReadyFile,
+    Thinking,
+    Version,
+    view_of,
+)
+from tandem.cli.rollouts import rollouts_app
+from tandem.cli.runs import env_list, runs
+from tandem.cli.samples import samples
 from tandem.cli.sync import sync_app
 from tandem.errors import TandemError
 
@@ -26,7 +40,6 @@ app = typer.Typer(
     name="tandem",
     help="Train a language model further, and bring each version to the engine that serves it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 spec_app = typer.Typer(help="Check a spec, and list every field that a spec may have.", no_args_is_help=True)
@@ -37,7 +50,6 @@ app.add_typer(sync_app, name="sync")
 app.add_typer(online_app, name="online")
 app.add_typer(engine_app, name="engine")
 app.add_typer(model_app, name="model")
-rollouts_app = typer.Typer(help="Queue groups from many environments for one trainer, over HTTP.", no_args_is_help=True)
 app.add_typer(rollouts_app, name="rollouts")
 gateway_app = typer.Typer(help="Record any agent's conversations, token by token, for training.", no_args_is_help=True)
 app.add_typer(gateway_app, name="gateway")
@@ -68,11 +80,16 @@ def train(
         bool, typer.Option("--go-on", help="Resume the run in --run-dir if there is one; otherwise start it there.")
     ] = False,
     overrides: Overrides = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a model as SPEC says, with a live view, and end with a verdict: improved, worse, unchanged or undecided."""
     from tandem.spec.load import load_spec
 
     checked = load_spec(spec, overrides or ())  # before heavy imports: a wrong spec is refused at once
+    view = view_of(quiet=quiet, as_json=as_json)
+    if supervise and view is not None:
+        raise typer.BadParameter("--supervise cannot be combined with --quiet or --json: its child prints the view")
     if supervise and rehearse:
         raise typer.BadParameter(
             "--rehearse and --supervise cannot be combined: rehearse first, then start the supervised run"
@@ -93,10 +110,15 @@ def train(
         checked = as_launched(checked)
         if is_follower():
             follow(checked, run_dir)
-        elif go_on and run_dir is not None and (run_dir / "spec.toml").exists():
-            resume(run_dir, ranks=checked.parallel.ranks, hosts=checked.parallel.hosts)
+            return
+        if go_on and run_dir is not None and (run_dir / "spec.toml").exists():
+            status = resume(run_dir, ranks=checked.parallel.ranks, hosts=checked.parallel.hosts, view=view)
+            directory = run_dir
         else:
-            run(checked, run_dir, rehearse=rehearse)
+            done = run(checked, run_dir, rehearse=rehearse, view=view)
+            directory, status = done.directory, done.status
+    if as_json:
+        typer.echo(json.dumps({"run": str(directory), **status}, indent=2))
 
 
 @app.command()
@@ -174,9 +196,13 @@ def resume(
         list[str] | None,
         typer.Option("--set", metavar="parallel.ranks=N", help="Resume on N ranks; the result has the same bytes."),
     ] = None,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
     """Resume a run from its last checkpoint. A run that succeeded is left unchanged."""
-    ranks = _ranks_of(overrides or ())
+    ranks, view = _ranks_of(overrides or ()), view_of(quiet=quiet, as_json=as_json)
+    if supervise and view is not None:
+        raise typer.BadParameter("--supervise cannot be combined with --quiet or --json: its child prints the view")
     if supervise:
         from tandem.runs.supervise import supervise_run
 
@@ -191,7 +217,9 @@ def resume(
     from tandem.runs.failure_diagnosis import exits_by_class
 
     with exits_by_class():
-        resume(run_dir, take_over=take_over, ranks=ranks)
+        status = resume(run_dir, take_over=take_over, ranks=ranks, view=view)
+    if as_json:
+        typer.echo(json.dumps({"run": str(run_dir), **status}, indent=2))
 
 
 def _ranks_of(overrides: Sequence[str]) -> int:
@@ -208,12 +236,16 @@ def _ranks_of(overrides: Sequence[str]) -> int:
 
 
 @app.command()
-def digest(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run that succeeded.")]) -> None:
+def digest(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run that succeeded.")], as_json: AsJson = False
+) -> None:
     """Print hashes of a run's final weights, optimizer state and loss log, to compare two runs."""
     from tandem.runs.run_ending import digest_run
 
-    for what, found in digest_run(run_dir).items():
-        typer.echo(f"{what} {found}")
+    found = digest_run(run_dir)
+    typer.echo(
+        json.dumps(found, indent=2) if as_json else "\n".join(f"{what} {hash_}" for what, hash_ in found.items())
+    )
 
 
 @app.command()
@@ -502,67 +534,12 @@ def gateway_serve(
     )
 
 
-@rollouts_app.command("serve")
-def rollouts_serve(
-    data_dir: Annotated[
-        Path, typer.Option(help="Directory for the queue, its leases and the token; one server at a time.")
-    ] = Path(".tandem") / "rollouts",
-    host: Host = "127.0.0.1",
-    port: Port = 8200,
-    ready_file: ReadyFile = None,
-    insecure: Insecure = False,
-    atropos: Annotated[bool, typer.Option("--atropos", help="Also serve Atropos' endpoints for its clients.")] = False,
-    insecure_no_auth: Annotated[
-        bool, typer.Option("--insecure-no-auth", help="With --atropos on loopback: its endpoints need no token.")
-    ] = False,
-    gateway: Annotated[
-        str, typer.Option(help="URL of the gateway that Atropos environments sample from. Default: none.")
-    ] = "",
-    gateway_token_file: Annotated[Path | None, typer.Option(help="With --gateway: file with its token.")] = None,
-) -> None:
-    """Queue scored groups from environments, durably, and hand each to the trainer once."""
-    from tandem.recipes.rollout_service import serve_rollouts
-    from tandem.serve.http.run import Listen
-
-    listen = Listen(data_dir, host, port, ready_file, insecure)
-    serve_rollouts(
-        listen,
-        atropos=atropos,
-        insecure_no_auth=insecure_no_auth,
-        gateway=gateway,
-        gateway_token_file=gateway_token_file,
-    )
-
-
-@rollouts_app.command("top")
-def rollouts_top(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="URL|DATA_DIR", help="URL, data directory or ready file of a rollout service."),
-    ],
-    token_file: Annotated[Path | None, typer.Option(help="With a URL: file with its token.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between two frames.")] = 1.0,
-    as_json: AsJson = False,
-) -> None:
-    """Watch a rollout service: queue, age of groups, rates, environments, dropped and refused groups."""
-    from tandem.obs.rollouts_status import rollouts_status
-
-    if not (once or as_json):
-        from tandem.obs.rollouts_top import watch_rollouts
-
-        return watch_rollouts(source, token_file=token_file, every_s=every)
-    status = rollouts_status(source, token_file=token_file)
-    if as_json:
-        return typer.echo(json.dumps(status, indent=2))
-    from tandem.obs.rollouts_top import print_frame
-
-    print_frame(status)
-
-
 app.command()(atropos)
 env_app.command("check")(env_check)
 app.command()(init)
+app.command()(samples)
+app.command()(runs)
+env_app.command("list")(env_list)
 
 
 def main() -> None:

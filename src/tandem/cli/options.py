@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tandem.obs.live_view import LiveView
 
 Overrides = Annotated[
     list[str] | None,
@@ -14,6 +17,7 @@ Overrides = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors; the run's files say the rest.")]
 Host = Annotated[str, typer.Option(help="Address to listen on. Only this machine can reach the default.")]
 Port = Annotated[
     int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free port, which the ready file names.")
@@ -25,6 +29,17 @@ Insecure = Annotated[bool, typer.Option(help="Allow a --host that other machines
 Thinking = Annotated[
     bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on or off.")
 ]
+
+
+def view_of(*, quiet: bool, as_json: bool) -> LiveView | None:
+    """Return the view of a run for these options: silent, on stderr, or None for the usual one."""
+    if quiet and as_json:
+        raise typer.BadParameter("--quiet and --json cannot be combined: with --json, stdout has the result only")
+    if not quiet and not as_json:
+        return None
+    from tandem.obs.live_view import LiveView, OutlivedConsole
+
+    return LiveView(console=OutlivedConsole(highlight=False, stderr=as_json, quiet=quiet))
 
 
 def _print_version(asked: bool) -> None:

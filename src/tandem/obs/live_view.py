@@ -59,6 +59,7 @@ class LiveView:
         self._started = clock()
         self._open = ExitStack()
         self._last_eval = ""
+        self._doing, self._doing_since = "", clock()
         self._reset("", 0, 0)
 
     def __enter__(self) -> LiveView:
@@ -80,8 +81,13 @@ class LiveView:
         self._reset(name, total_steps, done)
         self.say(f"── {self._title()}: {count(total_steps, 'step')}{' · ' + note if note else ''}")
 
+    def doing(self, what: str) -> None:
+        """Show what the run waits for until the next step, with the seconds so far; in a terminal only."""
+        self._doing, self._doing_since = what, self._clock()
+
     def step(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics.jsonl."""
+        self._doing = ""
         self._done += 1
         self._row = row
         self._times.append(self._clock())
@@ -114,10 +120,12 @@ class LiveView:
         head.add_column(no_wrap=True, justify="right")
         head.add_row(
             Text(self._title(), style="bold"),
-            ProgressBar(total=total, completed=self._done),
+            ProgressBar(total=total, completed=self._done, pulse=bool(self._doing) and not self._done),
             Text(" · ".join([f"{self._done:,}/{self._total:,} steps", elapsed, self._eta()])),
         )
         parts: list[RenderableType] = [head, self._charts(), self._numbers()]
+        if self._doing:
+            parts.append(Text(f"{self._doing} · {clock(self._clock() - self._doing_since)}", style="yellow"))
         if self._last_eval:
             parts.append(Text(f"evaluation  {self._last_eval}", style="cyan"))
         return Panel(Group(*parts), title=Text(f"tandem · {self._name}"), title_align="left", border_style="dim")
@@ -175,6 +183,17 @@ class LiveView:
         numbers = [f"{name} {trace[-1]:.4g}" for name, trace in self._traces.items() if trace]
         numbers += [f"{label} {text}" for label, text in readings(self._row, without=_TRACED)]
         self.say(f"   {self._stage or 'step'} {self._done}/{self._total} · {' · '.join(numbers)} · {self._eta()}")
+
+
+@contextmanager
+def busy(what: str) -> Generator[None]:
+    """Show on a terminal's stderr that the command does this, while the context is open; elsewhere print nothing."""
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield
+        return
+    with console.status(Text(what)):
+        yield
 
 
 @contextmanager

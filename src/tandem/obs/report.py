@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.io.atomic_write import write_bytes
 from tandem.io.bounded_json import read_json
+from tandem.io.kept_samples import first_and_last_step, samples
 from tandem.obs.claims import (
     caveat,
     change,
@@ -80,6 +81,7 @@ def _content(history: History) -> dict[str, Any]:
         "memory": _memory(history),
         "sync": _sync(history),
         "samples": _samples(history.samples),
+        "training_samples": _training_samples(history.directory),
         "spec": history.spec,
         "log_tail": history.log_tail,
     }
@@ -205,16 +207,28 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the first tasks, each with the answers of successive versions."""
     by_task: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: number(row.get("version")) or 0.0):
-        reward = number(row.get("reward"))
-        turns = [turn for turn in row.get("messages") or () if isinstance(turn, Mapping)]
-        by_task.setdefault(str(row.get("task", "?")), []).append(
-            {
-                "when": _when(row),
-                "reward": "–" if reward is None else f"{reward:g}",
-                "messages": [(str(turn.get("role", "?")), _cut(str(turn.get("content", "")))) for turn in turns],
-            }
-        )
+        by_task.setdefault(str(row.get("task", "?")), []).append(_play(row, _when(row)))
     return [{"task": task, "plays": plays} for task, plays in list(by_task.items())[:_SHOWN_TASKS]]
+
+
+def _training_samples(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the first and the last step that were kept, each with its worst, its middle and its best answer."""
+    found = list[dict[str, Any]]()
+    for step in first_and_last_step(run_dir):
+        rows = sorted(samples(run_dir, steps=step), key=lambda row: row["reward"] or 0.0)
+        chosen = {0: "lowest reward", len(rows) // 2: "middle", len(rows) - 1: "highest reward"}
+        found.append({"step": step, "plays": [_play(rows[at], what) for at, what in sorted(chosen.items())]})
+    return found
+
+
+def _play(row: Mapping[str, Any], when: str) -> dict[str, Any]:
+    reward = number(row.get("reward"))
+    turns = [turn for turn in row.get("messages") or () if isinstance(turn, Mapping)]
+    return {
+        "when": when,
+        "reward": "–" if reward is None else f"{reward:g}",
+        "messages": [(str(turn.get("role", "?")), _cut(str(turn.get("content", "")))) for turn in turns],
+    }
 
 
 def _when(row: Mapping[str, Any]) -> str:
@@ -225,7 +239,7 @@ def _when(row: Mapping[str, Any]) -> str:
 
 def _cut(text: str) -> str:
     left_out = len(text) - _SHOWN_CHARACTERS
-    return text if left_out <= 0 else f"{text[:_SHOWN_CHARACTERS]}\n… {left_out:,} characters more in samples.jsonl"
+    return text if left_out <= 0 else f"{text[:_SHOWN_CHARACTERS]}\n… {left_out:,} more characters"
 
 
 def _bytes(count: float) -> str:

@@ -295,6 +295,7 @@ async def _train(
             raise SpecError("--rehearse: the planner does not know this model; leave --rehearse out")
         await asyncio.to_thread(rehearsal.rehearse, run, spec, plan)
     run.event("load")
+    run.view.doing("loading the model")
     if crew is not None:
         run.event("ranks", ranks=crew.ranks, hosts=crew.hosts)
         logs = "; their logs are in ranks/" if (run.directory / "ranks").exists() else ""

@@ -11,7 +11,8 @@ from typing import Any
 
 from tandem.build import groups, run_engines, training
 from tandem.env.mix import mean_by_part
-from tandem.errors import NothingLearned
+from tandem.errors import NothingLearned, StoreError
+from tandem.io.kept_samples import KeptSamples
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
 from tandem.obs.run_history import read_history
@@ -65,6 +66,8 @@ class RlRun:
         """`crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
         self.model = training.run_model(spec, crew, getattr(spec.engine, "max_context", 0))
+        if not isinstance(spec.engine, HfEngineSpec):
+            run.view.doing(f"starting the engine ({spec.engine.kind}); a first start compiles, which takes minutes")
         self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew)
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed) if environment else []
@@ -206,17 +209,20 @@ class RlRun:
                 found = await self._play_held_out(trainer.version, name)
                 metrics[f"eval/{found.measure}"] = found.mean
                 self._tell(found, name, name)
+            if self.run.kept is not None and not metrics.get("train/set_aside"):
+                self.run.kept.keep(trainer.version, latest)
             self.run.record(trainer.version, metrics)
 
+        self._keep_samples(trainer.version)
         last = first + stage.steps
         self.run.stage(
             "rl", stage.steps, f"{stage.groups_per_step} x {stage.group_size} samples a step, {algorithm.name}"
         )
         seen = self.run.callbacks.seen if self.run.callbacks else None
-        make, latest = training.batches(stage, self.model, algorithm, seen), list[Trajectory]()
+        make, latest = training.batches(stage, self.model, algorithm, seen), list[Group]()
 
         def make_batch(groups: list[Group], version: int) -> Batch:
-            latest[:] = chain.from_iterable(groups)
+            latest[:] = groups
             if self.setting is None:  # another process plays them
                 for group in groups:
                     watch.played(Task(group[0].task_id, ()), group)
@@ -240,7 +246,8 @@ class RlRun:
         except NothingLearned as error:
             reason = f"\n{watch.reason()}" if watch.reason() else ""
             raise NothingLearned(
-                f"{error}{reason}\nanswers of the last batch, with their rewards:\n{answers(latest)}"
+                f"{error}{reason}\nanswers of the last batch, with their rewards:\n"
+                f"{answers([*chain.from_iterable(latest)])}"
             ) from None
         finally:
             await groups.leave(store)
@@ -250,6 +257,27 @@ class RlRun:
         self.run.event("no_reward", reason=found.kind, message=text)
         self.run.view.say(f"   {text}")
         _log.warning("%s", text)
+
+    def _keep_samples(self, version: int) -> None:
+        """Open the store of training samples. A run goes on without one that cannot be opened."""
+        spec = self.spec.samples
+        if not spec.share:
+            return
+        try:
+            self.run.kept = KeptSamples(
+                self.run.directory,
+                after_step=version,
+                share=spec.share,
+                max_bytes=int(spec.max_gib * 2**30),
+                decode=self.model.renderer.decode,
+                tell=self.run.warn,
+            )
+        except (StoreError, OSError) as error:
+            self.run.warn(f"samples: none are kept: {error}")
+            return
+        which = "all" if spec.share == 1 else f"{100 * spec.share:g} % of"
+        self.run.event("samples", share=spec.share, max_gib=spec.max_gib)
+        self.run.view.say(f"   keeps {which} training samples, in at most {spec.max_gib:g} GiB: `tandem samples RUN`")
 
     async def _evaluate(self, trainer: Trainer, name: str, label: str) -> Evaluation:
         """Play the held-out tasks with the served version, unless the checkpoint already has this evaluation."""
@@ -276,6 +304,7 @@ class RlRun:
                 self.run.view.say(f"   likely {why.kind}: {why.text}")
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:
+        self.run.view.doing(f"evaluating on {len(self.eval_tasks)} held-out tasks")
         max_tokens = self.spec.eval.max_tokens or self.spec.train.max_tokens
         assert self.setting is not None, "RlSpec refuses evaluations without an environment"
         share = training.its_spec(self.spec).max_failed_share

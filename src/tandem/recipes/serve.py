@@ -16,6 +16,7 @@ from tandem.io import prestart
 from tandem.io.gguf.directory import model_directory
 from tandem.io.model_path_check import refuse_no_model
 from tandem.io.sqlite_store import owned
+from tandem.obs.live_view import busy
 from tandem.obs.run_history import read_status
 from tandem.protocols import Engine
 from tandem.recipes.online_export import find_learned, merged_copy
@@ -152,10 +153,11 @@ def load_model(
     path: str, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool
 ) -> tuple[training.BuiltModel, Engine]:
     """Load a model and the embedded engine that serves it as `version`."""
-    device = training.pick_device("auto")
-    model = training.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
-    engine = standalone_engines.embedded(spec, model, inline=inline)
-    _publish(model, engine, version)
+    with busy(f"loading {path}"):
+        device = training.pick_device("auto")
+        model = training.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
+        engine = standalone_engines.embedded(spec, model, inline=inline)
+        _publish(model, engine, version)
     return model, engine
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from tandem.errors import RunFenced, SpecError
 from tandem.io import atomic_write
 from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
+from tandem.io.kept_samples import KeptSamples
 from tandem.obs.live_view import LiveView
 from tandem.obs.trackers.tracker_queue import Feed
 from tandem.runs.callbacks import Callbacks
@@ -75,6 +76,8 @@ class Run:
         self.tracking = Feed({})
         self.callbacks = Callbacks()
         self._callback_states: Mapping[str, Any] = earlier.get("callbacks", {}) if earlier is not None else {}
+        self.kept: KeptSamples | None = None
+        """Where the answers of training steps are kept."""
         self.progress = ProgressCounter(directory)
         self._watchdog = Watchdog(self.progress, directory / STACKS, self._stalled)
 
@@ -119,6 +122,8 @@ class Run:
         self._watchdog.stop()
         self.callbacks.end(self.status)
         self.tracking.close()
+        if self.kept is not None:
+            self.kept.close()
         for writer in (self._metrics, self._events, self._ledger, self._samples):
             writer.close()
         logging.getLogger("tandem").removeHandler(self._log)
@@ -172,6 +177,8 @@ class Run:
         """Wait until all rows so far are on the disk. Call it on any thread."""
         for writer in (self._metrics, self._ledger, self._samples):
             writer.settle()
+        if self.kept is not None:
+            self.kept.settle()
 
     def evaluated(self, name: str, label: str, value: float, *, metric: Measure = "accuracy") -> None:
         """Record an evaluation; `name` is its field in status.json. The first evaluation's measure decides the

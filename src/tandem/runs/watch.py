@@ -50,6 +50,12 @@ def watch_run(
         time.sleep(poll_s)
 
 
+def last_row(run_dir: Path) -> Row:
+    """Return the last row of metrics.jsonl; empty if there is none."""
+    rows = _tail(run_dir / "metrics.jsonl", 1)
+    return rows[0] if rows else {}
+
+
 def look(run_dir: Path, observer: Observer | None = None) -> Row:
     """Return the state of a run, as `--json` prints it. Only with an observer, called repeatedly, does `liveness` say
     whether the run makes progress; without one it is `there` if the process exists."""
@@ -58,7 +64,6 @@ def look(run_dir: Path, observer: Observer | None = None) -> Row:
     there = sign is not None and is_there(sign.process)
     stands = observer.look(sign if there else None) if observer is not None else False
     state = str(status.get("state", "queued"))
-    metrics = _tail(run_dir / "metrics.jsonl", 1)
     return {
         "run": str(run_dir),
         "state": state,
@@ -68,7 +73,7 @@ def look(run_dir: Path, observer: Observer | None = None) -> Row:
         "liveness": _liveness(state, there=there, stands=stands, looked=observer is not None),
         "quiet_s": round(observer.quiet_s, 1) if observer is not None and there else None,
         "limit_s": sign.limit_s if sign is not None else None,
-        "metrics": metrics[0] if metrics else {},
+        "metrics": last_row(run_dir),
         "events": _tail(run_dir / "events.jsonl", _EVENTS_SHOWN),
         "verdict": status.get("verdict"),
         "error": status.get("error"),

@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from tandem.errors import SpecError
+from tandem.spec import others_names
 from tandem.spec.data import Demonstrations, data_beside
 from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
 from tandem.spec.environment import JudgeSpec
@@ -67,7 +68,7 @@ def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
     if raw.get("recipe") not in ("rl", "sft", "preference"):
         raise SpecError(
             f"recipe = {_show(raw.get('recipe'))}: the first line of a spec names the recipe; "
-            'write recipe = "rl", recipe = "sft", or recipe = "preference" for pairs of answers'
+            f"{_meant_recipe(raw.get('recipe'))}"
         )
     raw = with_kinds(raw)
     try:
@@ -149,6 +150,8 @@ def _explain(item: Any, raw: Mapping[str, Any]) -> str:
         union, chosen = _node(where[:-1], raw)
         known = sorted(chosen.get("properties", {}))
         close = difflib.get_close_matches(where[-1], known, n=1)
+        if (ours := others_names.of_field(where[-1])) and not (where[-1] in ours and _owners_of(where, union)):
+            return f"{field} = {_show(item['input'])}: unknown here; write {ours}"
         hint = _owners_of(where, union) or (f"did you mean '{close[0]}'?" if close else "remove it.")
         return f"{field} = {_show(item['input'])}: unknown here; {hint} Known: {', '.join(known)}"
     if kind == "missing":
@@ -156,10 +159,16 @@ def _explain(item: Any, raw: Mapping[str, Any]) -> str:
     if kind == "union_tag_not_found":
         choice = _node(where, raw)[0]["discriminator"]
         tags = ", ".join(repr(tag) for tag in choice["mapping"])
-        return f"{field}.{choice['propertyName']}: is missing; write one of {tags}"
+        needed = f"{field}.{choice['propertyName']}"
+        for name, value in item["input"].items() if isinstance(item["input"], dict) else ():
+            if ours := others_names.of_field(str(name)):
+                return f"{field}.{name} = {_show(value)}: unknown here; write {ours}; and {needed}, one of {tags}"
+        return f"{needed}: is missing; write one of {tags}"
     if kind == "union_tag_invalid":
         name = _node(where, raw)[0]["discriminator"]["propertyName"]
-        return f"{field}.{name} = {_show(item['ctx']['tag'])}: must be one of {item['ctx']['expected_tags']}"
+        tag, expected = item["ctx"]["tag"], str(item["ctx"]["expected_tags"])
+        meant = others_names.of_value(tag, expected.replace("'", "").split(", "))
+        return f"{field}.{name} = {_show(tag)}: must be {f'{meant!r}; ' if meant else ''}one of {expected}"
     if kind in _NOT_A_TABLE:
         return f"{field} = {_show(item['input'])}: must be a table, as in [{field}]"
     if kind == "value_error" and not where:
@@ -184,6 +193,18 @@ def plain_message(item: Any) -> str:
     }
     message = message.replace("Input should have", "must have").replace("Input should", "must")
     return words.get(kind, f"{message[0].lower()}{message[1:]}")
+
+
+def _meant_recipe(written: Any) -> str:
+    if not (meant := others_names.of_recipe(written)):
+        return 'write recipe = "rl", recipe = "sft", or recipe = "preference" for pairs of answers'
+    kind = str(written).lower()
+    more = f', and [algorithm] kind = "{kind}"' if meant == "rl" and kind in _algorithms() else ""
+    return f'write recipe = "{meant}"{more}'
+
+
+def _algorithms() -> Sequence[str]:
+    return [*json_schema()["$defs"]["RlSpec"]["properties"]["algorithm"]["discriminator"]["mapping"]]
 
 
 def _owners_of(where: Sequence[str], union: Table) -> str:

@@ -22,6 +22,7 @@ from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceStage
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
+from tandem.spec.samples import SamplesSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
@@ -102,6 +103,8 @@ class RlSpec(_RunSpecBase):
     """Where episodes are played."""
     eval: EvalSpec = EvalSpec()
     """How the run is evaluated."""
+    samples: SamplesSpec = SamplesSpec()
+    """Which answers of the training steps are kept as text."""
 
     @property
     def stages(self) -> dict[str, Stage]:
