@@ -106,7 +106,8 @@ def _gguf(source: str) -> str:
 def _ask_hub(source: str, revision: str, field: str) -> None:
     """Send one request, unless the model was downloaded before: transformers would retry for minutes without a
     network."""
-    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import get_hf_file_metadata as metadata_of  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -126,7 +127,7 @@ def _ask_hub(source: str, revision: str, field: str) -> None:
     try:
         found = HfApi().model_info(source, revision=revision, timeout=_HUB_S)
         if getattr(found, "gated", False):  # the hub describes a gated model to everyone, but gives its files to some
-            get_hf_file_metadata(hf_hub_url(source, "config.json", revision=revision), timeout=_HUB_S)
+            metadata_of(hf_hub_url(source, "config.json", revision=revision), timeout=_HUB_S)
     except GatedRepoError as error:
         raise SpecError(
             f"{field} = '{source}': the hub gives it to those who accepted its terms; accept them on its page there, "

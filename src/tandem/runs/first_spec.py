@@ -10,6 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -87,10 +88,9 @@ def model_billions(model: str) -> float:
     """Return how many billions of parameters a model has: by its files, or by its name."""
     files = list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     if files:
-        try:
+        config: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
             config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            config = {}
         width = _WIDTH.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
         return sum(file.stat().st_size for file in files) / width / 1e9
     if found := re.search(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([mb])(?![a-z])", Path(model).name, re.IGNORECASE):
