@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,10 @@ from run_commands import ENVIRONMENT, TANDEM, write_spec
 from test_two_agents import processes_of, steps_of
 
 
-@pytest.mark.parametrize("every", [0, 2])
-def test_a_rank_killed_under_torchrun_is_named_on_the_terminal(tmp_path, every):
-    """torchrun answers with SIGTERM to rank 0, at which a run without checkpoints ends at once."""
-    spec, run = write_spec(tmp_path, steps=400), tmp_path / "run"
+@contextmanager
+def two_ranks(home: Path, every: int) -> Iterator[subprocess.Popen[str]]:
+    """An agent of torchrun whose run, in home/run, is in the middle of training."""
+    spec, run = write_spec(home, steps=400), home / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TANDEM[1:]]
     agent = subprocess.Popen(
         [*command, "train", str(spec), "--run-dir", str(run), "--set", f"checkpoint.every={every}"],
@@ -31,14 +33,31 @@ def test_a_rank_killed_under_torchrun_is_named_on_the_terminal(tmp_path, every):
         while time.monotonic() < until and steps_of(run) < 5:
             assert agent.poll() is None
             time.sleep(0.1)
-        os.kill(processes_of(run)[1], signal.SIGKILL)
-        said, _ = agent.communicate(timeout=60)
+        yield agent
     finally:
         agent.kill()
         agent.communicate()
         for pid in processes_of(run).values():
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_rank_killed_under_torchrun_is_named_on_the_terminal(tmp_path, every):
+    """torchrun answers with SIGTERM to rank 0, at which a run without checkpoints ends at once."""
+    with two_ranks(tmp_path, every) as agent:
+        os.kill(processes_of(tmp_path / "run")[1], signal.SIGKILL)
+        said, _ = agent.communicate(timeout=60)
     assert f"RankLost: rank 1 on host {socket.gethostname()}: shows no sign of life" in " ".join(said.split())
+
+
+def test_a_run_that_torchrun_is_asked_to_end_saves(tmp_path):
+    """All ranks show life then, so SIGTERM means what it says."""
+    with two_ranks(tmp_path, 100) as agent:
+        agent.send_signal(signal.SIGTERM)
+        agent.communicate(timeout=60)
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "stopped"
+    (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
+    assert int(saved.name.partition("-")[2]) == steps_of(tmp_path / "run")
 
 
 def six_ranks(home: Path, started: Sequence[tuple[int, int, int, int]]) -> list[subprocess.CompletedProcess[str]]:
