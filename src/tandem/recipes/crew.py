@@ -123,7 +123,7 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
 
 @contextmanager
 def _launcher_heard(crew: Crew) -> Iterator[None]:
-    """A launcher sends SIGTERM when someone ends the run, and also once a rank has ended. Find out which: after a loss
+    """A launcher sends SIGTERM when the user ends the run, and also once a rank has ended. Find out which: after a loss
     SIGTERM is ignored, because this process ends by itself, and first says which rank was lost."""
     usual: Any = signal.getsignal(signal.SIGTERM)
 
@@ -182,8 +182,8 @@ def refuse_mixed_writers(crew: Crew, spec: RunSpec, directory: Path) -> None:
                 raise SpecError(
                     f"{field} {path}: is on {kind} at rank {rank} on host {crew.hosts[rank]}, whose hosts write whole "
                     f"pages of a file, and with parallel.hosts = {spec.parallel.hosts} ranks of several hosts write "
-                    "neighbouring rows: leave parallel.hosts out, or choose a directory on a file system that keeps "
-                    "hosts apart (Lustre, GPFS, CephFS)"
+                    "neighbouring rows: leave parallel.hosts out, or choose a directory on a file system that is "
+                    "coherent between hosts (Lustre, GPFS, CephFS)"
                 )
 
 

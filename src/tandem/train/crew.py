@@ -249,6 +249,8 @@ class Crew:
     def lost_by_now(self) -> str:
         """Rank 0, on any thread: return which rank is lost; empty once all others have shown a sign of life since the
         call. A rank that shows none for a few seconds is lost."""
+        if self._broken:
+            return self._broken
         board = self.board()
         silent = {rank: board.get(f"alive/{rank}") for rank in range(1, self.ranks)}
         until = time.monotonic() + _EXPLAIN_S
