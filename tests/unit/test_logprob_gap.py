@@ -58,31 +58,31 @@ def test_a_number_in_the_spec_wins() -> None:
 
 def test_older_tokens_may_differ_by_what_the_policy_moved_and_no_more() -> None:
     watch = GapWatch(0.05)
-    metrics = watch.accept(gap(lag1=0.2))  # nothing is known yet: 0.25 for a version
-    assert metrics["sync/logprob_gap_older"] == pytest.approx(0.2)
+    metrics = watch.accept(gap(lag1=0.9))  # nothing is known yet: 1 nat for a version
+    assert metrics["sync/logprob_gap_older"] == pytest.approx(0.9)
     assert metrics["sync/logprob_gap_seen"] == 1.0
     assert "sync/logprob_gap" not in metrics
     watch = GapWatch(0.05)
     for _ in range(5):
         watch.accept(gap(lag0=0.01, lag1=0.01, lag2=0.03))
-    watch.accept(gap(lag1=0.14))
-    with pytest.raises(LogprobGap, match=r"tokens that are 1 version old, and the limit is 0\.1500"):
-        watch.accept(gap(lag1=0.16))
-    watch.accept(gap(lag2=0.24))
+    watch.accept(gap(lag1=0.24))
+    with pytest.raises(LogprobGap, match=r"tokens that are 1 version old, and the limit is 0\.2500"):
+        watch.accept(gap(lag1=0.26))
+    watch.accept(gap(lag2=0.44))
     with pytest.raises(LogprobGap, match="tokens that are 2 versions old"):
-        watch.accept(gap(lag2=0.26))
+        watch.accept(gap(lag2=0.46))
 
 
 def test_a_policy_that_moves_fast_may_go_on_but_not_without_bounds() -> None:
     watch = GapWatch(0.05)
     for _ in range(20):
-        watch.accept(gap(lag1=0.1))
-    watch.accept(gap(lag1=0.4))
+        watch.accept(gap(lag1=0.15))
+    watch.accept(gap(lag1=0.6))
     watch = GapWatch(0.05)
-    for moved in (0.1, 0.2, 0.4, 0.5, 0.5, 0.5):
+    for moved in (0.3, 0.5, 0.9, 1.0, 1.0, 1.0):
         watch.accept(gap(lag1=moved))
-    with pytest.raises(LogprobGap, match=r"the limit is 0\.5500"):
-        watch.accept(gap(lag1=0.6))
+    with pytest.raises(LogprobGap, match=r"the limit is 1\.0500"):
+        watch.accept(gap(lag1=1.1))
 
 
 def test_tokens_of_an_unknown_version_are_not_looked_at_and_that_shows() -> None:

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 _TIMES = 3.0  # the limit is this multiple of the first batch's gap
 _LAYERS = 24  # rounding adds up like a random walk over layers; below this depth the limits stay the same
-_LEAST, _FIRST, _MOST = 0.1, 0.25, 0.5  # allowance in nats for a version of lag: at least, before any batch, at most
+_LEAST, _MOST = 0.2, 1.0  # allowance in nats for a version of lag; a small model's first steps move it by 0.2
 _MOVES_KEPT = 16
 
 GapRow = list[float]
@@ -165,7 +165,7 @@ class GapWatch:
 
     def _allowance(self) -> float:
         """Return what a token may differ by for each version that it is old."""
-        usual = 4 * statistics.median(self._moves) if self._moves else _FIRST
+        usual = 4 * statistics.median(self._moves) if self._moves else _MOST
         return min(max(usual, _LEAST), _MOST)
 
     def _named(self, limit: float) -> str:
