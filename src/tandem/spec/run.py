@@ -25,7 +25,7 @@ from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
-_MOST_WORKERS = 16  # of `prompts` without `workers`: they only score, and each takes some 10 MB
+_MOST_WORKERS = 16  # of `prompts` without `workers`: they only score, and each takes a few MB
 
 
 class _RunSpecBase(Spec):
