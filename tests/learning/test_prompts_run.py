@@ -87,6 +87,8 @@ def test_a_reward_that_always_raises_ends_the_run_and_is_named(train: Train, spe
 def test_without_workers_and_resumed_a_run_comes_to_the_same_bytes(train: Train, spec: dict[str, Any], tmp_path: Path):
     (tmp_path / "score.py").write_text(SCORE.format(pid=0).replace("boom", "quiet"))
     run = train(spec)
+    options = {row["option"]: row for row in run.rows("events") if row["stage"] == "option"}
+    assert options["deterministic"]["engaged"]
     spec["environment"]["workers"] = 0
     assert digest_run(train(spec, name="here").directory) == digest_run(run.directory)
     again = tmp_path / "again"

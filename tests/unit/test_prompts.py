@@ -8,10 +8,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from tandem.env.human_player import HumanChat, try_environment
 from tandem.env.load import load_environment
+from tandem.env.protocol_check import report_of
 from tandem.errors import DataError, EpisodeFailed, SpecError
 from tandem.spec.load import load_spec, parse_spec, to_toml
 from tandem.types import Outcome
@@ -216,6 +218,22 @@ def test_the_tasks_are_split_like_any_data_and_the_report_says_how_they_were_rea
     )
     assert (len(environment.tasks("train")), len(environment.tasks("eval"))) == (30, 10)
     assert environment.report == "40 rows read as prompts (column question), 40 used, 0 left out"
+
+
+def test_a_directory_is_a_data_set_whose_split_is_held_out(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", place / "cache")
+    (place / "set").mkdir()
+    for name, rows in (("train", ROWS[:30]), ("test", ROWS[30:])):
+        (place / "set" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = load_environment("prompts", {"data": {"name": "set", "eval_split": "test"}, "reward": "last_number"})
+    assert (len(environment.tasks("train")), len(environment.tasks("eval"))) == (30, 10)
+    assert environment.tasks("eval")[0].payload["row"].columns["answer"] == "60"
+
+
+def test_only_a_text_is_taken_for_a_report(place: Path):
+    environment: Any = load_environment("sort")
+    assert report_of(environment) == ""
+    assert report_of(type("Mine", (), {"report": lambda self: "mine"})()) == ""  # type: ignore[arg-type]
 
 
 SPEC = """

@@ -17,7 +17,7 @@ from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec, OwnAlgorithmSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.environment import EngineJudgeSpec as EngineJudgeSpec
-from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
+from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge, only_scores
 from tandem.spec.environment import HttpJudgeSpec as HttpJudgeSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamWOffloadSpec, OwnOptimizerSpec
@@ -281,7 +281,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         why_not = "" if torch.are_deterministic_algorithms_enabled() else "only a CPU gives equal bytes"
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
             why_not = "the engine runs in its own process, so the timing of its batches varies"
-        elif isinstance(spec, RlSpec) and spec.environment is not None and spec.environment.workers:
+        elif isinstance(spec, RlSpec) and _order_varies(spec):
             why_not = "episodes in worker processes end in varying order, and equal groups are replaced in that order"
         found.append(("deterministic", True, not why_not, why_not))
     return found
@@ -296,6 +296,15 @@ def why_not_ranks(model: BuiltModel, path: str) -> str:
     except SpecError as error:
         return str(error)
     return ""
+
+
+def _order_varies(spec: RlSpec) -> bool:
+    """Return whether what is sampled together, or next, depends on how fast workers are."""
+    environment = spec.environment
+    if environment is None or not environment.workers:
+        return False
+    one_batch = spec.train.max_lag == 0 and spec.train.replace_equal_groups == 0
+    return not (one_batch and only_scores(environment.name, environment.params))
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:

@@ -23,12 +23,12 @@ from typing import Any
 
 from tandem.env import resource_limits
 from tandem.env.load import load_environment
-from tandem.env.protocol_check import their_code
+from tandem.env.protocol_check import report_of, their_code
 from tandem.env.worker import LoadedEnvironment, work
 from tandem.env.worker_messages import MAX_TEXT
 from tandem.errors import EnvironmentFailed, TandemError
 from tandem.io import json_frames, leash
-from tandem.protocols import Demonstrator, Reporting
+from tandem.protocols import Demonstrator
 
 _TICK_S = 0.25
 _TAIL_BYTES = 4096
@@ -262,7 +262,7 @@ def main() -> None:
         "demonstrates": isinstance(environment, Demonstrator),
         "threads": threads,
         "replies_first": getattr(environment, "replies_first", False) is True,
-        "report": environment.report[:MAX_TEXT] if isinstance(environment, Reporting) else "",
+        "report": report_of(environment)[:MAX_TEXT],
     }
     json_frames.send(control, {"op": "loaded", **told})
     ForkServer(control, loaded, order["memory_bytes"]).run()

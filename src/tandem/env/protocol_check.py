@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from tandem.errors import EnvironmentFailed, SpecError, TandemError
-from tandem.protocols import Environment
+from tandem.protocols import Environment, Reporting
 from tandem.types import Task
 
 MAX_CHECKED = 100_000  # tasks checked per split; a split may be far longer, and generated lazily
@@ -26,6 +26,12 @@ def check_environment(environment: Environment, name: str) -> None:
                 where = f"twice in '{split}'" if split_of[task.id] == split else "in 'train' and in 'eval'"
                 raise wrong(name, f"task id '{task.id}' is {where}; give every task a unique id")
             split_of[task.id] = split
+
+
+def report_of(environment: Environment) -> str:
+    """Return what the environment says of its data; empty if it says nothing, or means something else by the name."""
+    report = cast("object", environment.report) if isinstance(environment, Reporting) else ""
+    return report if isinstance(report, str) else ""
 
 
 def wrong(name: str, text: str) -> SpecError:

@@ -11,13 +11,14 @@ from typing import Any
 
 from tandem.build import groups, run_engines, training
 from tandem.env.mix import mean_by_part
+from tandem.env.protocol_check import report_of
 from tandem.errors import NothingLearned, StoreError
 from tandem.io.kept_samples import KeptSamples
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
 from tandem.obs.run_history import read_history
 from tandem.obs.sync_status import TOLD
-from tandem.protocols import Algorithm, Environment, Reporting, Trainer
+from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes.supervised_steps import checked_rows, due, recordings_of, say_if_too_few, supervised_stage
 from tandem.rollout.deadlines import why_not
 from tandem.rollout.episode import Setting
@@ -77,10 +78,10 @@ class RlRun:
         )  # fmt: skip
         self._noted = set[str]()
         self.setting = None if environment is None else self._setting(environment, training.its_spec(spec))
-        if isinstance(environment, Reporting) and environment.report:
-            run.event("data", report=environment.report)
-            run.view.say("   data: " + environment.report)
         if environment is not None:
+            if report := report_of(environment):
+                run.event("data", report=report)
+                run.view.say("   data: " + report)
             say_if_too_few(run, len(self.eval_tasks), spec.eval.confidence, "raise eval.tasks, or give it more tasks")
 
     def _setting(self, environment: Environment, environment_spec: EnvironmentSpec) -> Setting:

@@ -81,6 +81,15 @@ class EnvironmentSpec(Spec):
         return self.model_copy(update={"params": _params_beside(self.name, self.params, directory)})
 
 
+def only_scores(name: object, params: object) -> bool:
+    """Return whether an environment's episodes are one reply, sampled before a worker scores it."""
+    if name == MIX and isinstance(params, Mapping):
+        parts = cast("Mapping[str, Any]", params).get("parts")
+        tables = cast("list[Mapping[str, Any]]", parts) if isinstance(parts, list) else []
+        return all(only_scores(each.get("name"), each.get("params")) for each in tables)
+    return isinstance(name, str) and (name == PROMPTS or name.startswith("reasoning_gym:"))
+
+
 def mixed(tables: Sequence[Any]) -> dict[str, Any]:
     """Return the `[[environment]]` tables of a spec as one environment, `mix`, which holds them as its parts."""
     parts: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from tandem.spec.base import LocalPath, Spec
 from tandem.spec.checkpoint import CheckpointSpec
 from tandem.spec.data import Demonstrations, RecordedData, with_kind
 from tandem.spec.engine import EngineSpec, HfEngineSpec
-from tandem.spec.environment import MIX, PROMPTS, EnvironmentSpec, mixed
+from tandem.spec.environment import EnvironmentSpec, mixed, only_scores
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
@@ -27,7 +27,7 @@ from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 
-_MOST_WORKERS = 16  # of `prompts` without `workers`: they only score, and each takes some 10 MB
+_MOST_WORKERS = 16  # of `prompts` without `workers`: they only score, and each takes a few MB
 
 
 class _RunSpecBase(Spec):
@@ -214,11 +214,7 @@ def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
     environment: dict[str, Any] = tables["environment"]
     train: dict[str, Any] = tables["train"]
     groups, size = train.get("groups_per_step"), train.get("group_size")
-    names = [environment.get("name")]
-    if names == [MIX] and isinstance(parts := environment.get("params", {}).get("parts"), list):
-        names = [part.get("name") for part in cast("list[dict[str, Any]]", parts)]
-    only_scores = all(str(name) == PROMPTS or str(name).startswith("reasoning_gym:") for name in names)
-    if "workers" in environment or not only_scores:
+    if "workers" in environment or not only_scores(environment.get("name"), environment.get("params")):
         return tables
     if not isinstance(groups, int) or not isinstance(size, int):
         return tables  # refused later
