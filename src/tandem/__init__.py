@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.recipes.gateway import serve_gateway as serve_gateway
     from tandem.recipes.model_check import check_model as check_model
     from tandem.recipes.online import serve_online as serve_online
+    from tandem.recipes.own_loop import Trainer as Trainer
     from tandem.recipes.plan_run import plan_run as plan_run
     from tandem.recipes.rollout_service import serve_rollouts as serve_rollouts
     from tandem.recipes.serve import chat_with as chat_with
@@ -76,6 +77,7 @@ _API = {
     "supervise_run": "tandem.runs.supervise",
     "sweep": "tandem.recipes.sweep",
     "plan_run": "tandem.recipes.plan_run",
+    "Trainer": "tandem.recipes.own_loop",
     "diagnose": "tandem.runs.doctor",
     "serve_model": "tandem.recipes.serve",
     "serve_engine": "tandem.recipes.serve",

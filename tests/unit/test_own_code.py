@@ -207,6 +207,7 @@ WRONG = {
     ),
     "syntax": ('[algorithm]\nname = "broken.py:loss"', r"importing the file failed: raised SyntaxError.*broken.py:1"),
     "no update": ('[train.optimizer]\nkind = "mine.py:Count"', "has no method init"),
+    "state": ('[train.optimizer]\nkind = "ones.py:Ones"', r"init\(like\) made state that is not 0; begin with zeros"),
     "of torch": ('[train.optimizer]\nkind = "broken2.py:Adam"', "is a torch.optim.Optimizer"),
     "an instance": ('[track]\nto = ["mine.py:loss"]', "track.to = .*: is not a class"),
 }
@@ -215,9 +216,10 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_named_before_there_is_a_run(case: str, home: Path, tmp_path: Path):
     (home / "broken.py").write_text("def loss(:\n")
+    (home / "ones.py").write_text(MINE.replace("class SignMomentum", "class Ones").replace("zeros_like", "ones_like"))
     (home / "broken2.py").write_text("from torch.optim import Adam\n")
     tables, said = WRONG[case]
-    with pytest.raises(SpecError, match=rf"(?s){said}"):
+    with pytest.raises((SpecError, OwnCodeFailed), match=rf"(?s){said}"):
         tandem.run(written(home, f"\n\n{tables}"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -206,11 +206,11 @@ class Member:
         self._crew, self._directory = crew, directory
         self._sender: Callable[[Mapping[str, Any], Weights], object] | None = None
 
-    def begin(self, spec: dict[str, Any], code: Mapping[str, str]) -> None:
+    def begin(self, spec: dict[str, Any], code: Mapping[str, str] | None = None) -> None:
         """`code`: the SHA-256 of each file of the user's own on rank 0; another loss on one rank would be averaged in
         without a sign."""
         self._spec = parse_spec(spec)
-        for name, sha256 in code.items():
+        for name, sha256 in (code or {}).items():
             if (mine := own_code.sha256_of(name)) != sha256:
                 found = f"has SHA-256 {mine[:12]}" if mine else "is missing"
                 raise SpecError(

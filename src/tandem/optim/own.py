@@ -39,7 +39,8 @@ class OwnRule(ByParts):
                 f"{_FIELD} = '{self._name}': {_INIT} returned {state!r:.80}; return a dict of fp32 tensors, as "
                 '{"momentum": torch.zeros_like(like)}'
             )
-        if any(bool(value.any()) for value in state.values()):
+        # Ranks ask for shapes on the meta device, where there are no values; `make` has asked for some.
+        if any(not value.is_meta and bool(value.any()) for value in state.values()):
             raise OwnCodeFailed(
                 f"{_FIELD} = '{self._name}': {_INIT} made state that is not 0; begin with zeros (several ranks cut it "
                 "into rows), and use `step`, which is 1 at the first update"
@@ -79,4 +80,6 @@ def make(spec: OwnOptimizerSpec) -> OwnRule:
             raise SpecError(f"{_FIELD} = '{name}'{own_code.place_of(type(made))}: has no method {call}; add it")
     own_code.check_call(_FIELD, name, made.init, _INIT, "like")
     own_code.check_call(_FIELD, name, made.update, _UPDATE, "value", "grad", "state", lr=0.0, step=1)
-    return OwnRule(name, made.init, made.update, by_rows=bool(getattr(made, "by_rows", False)))
+    rule = OwnRule(name, made.init, made.update, by_rows=bool(getattr(made, "by_rows", False)))
+    rule.init("probe", torch.zeros(2, 3))
+    return rule

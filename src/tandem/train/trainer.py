@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tandem.errors import SpecError
+from tandem.errors import NonFinite, SpecError
 from tandem.io import atomic_write
 from tandem.ops.named_tensors import Copies, check_alike
 from tandem.protocols import Algorithm, Optimizer, Policy
@@ -156,10 +156,24 @@ class PolicyTrainer:
         if self._released:
             self._released.running_norm = clock["running_norm"]
 
-    def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
+    def gradients_of(self, batch: Batch) -> tuple[Metrics, dict[str, Tensor]]:
+        """Run forward and backward; return metrics and gradients. No weight changes."""
         with self._collected.collecting(len(batch.micro)):
             metrics = self._forward_backward(batch)
-        gradients = self._collected.take()
+        return metrics, self._collected.take()
+
+    def apply(self, gradients: dict[str, Tensor], lr: float | None = None) -> Metrics:
+        """Take an optimizer step by these gradients, outside `step`. `lr`: without one, that of the schedule."""
+        lr = self._lr(self.version - self._first_version) if lr is None else lr
+        norm = total_norm(list(gradients.values()))
+        if not math.isfinite(norm):
+            raise NonFinite(f"version {self.version}: the gradient's norm is {norm}; the weights are unchanged")
+        self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
+        self.version += 1
+        return {"grad/norm": norm, "lr": lr, **self._optimizer.drain_metrics()}
+
+    def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
+        metrics, gradients = self.gradients_of(batch)
         norm = total_norm(list(gradients.values()))
         if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
             self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
