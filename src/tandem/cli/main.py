@@ -300,11 +300,17 @@ def chat(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, finished or not.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, finished or not.")],
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option("--with", metavar="RUN", help="Draw this run's curves, too, in report-beside.html. Repeatable."),
+    ] = None,
+) -> None:
     """Rewrite report.html and curves.png of a run."""
     from tandem.obs.report import write_report
 
-    typer.echo(write_report(run_dir))
+    typer.echo(write_report(run_dir, beside or ()))
 
 
 @app.command("eval")

@@ -19,6 +19,7 @@ from tandem.io import atomic_write
 from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
 from tandem.io.kept_samples import KeptSamples
 from tandem.obs.live_view import LiveView
+from tandem.obs.report_writer import ReportWriter
 from tandem.obs.trackers.tracker_queue import Feed
 from tandem.runs.failure_diagnosis import classify_error
 from tandem.runs.lease import DirectoryLease
@@ -75,6 +76,7 @@ class Run:
         self.tracking = Feed({})
         self.kept: KeptSamples | None = None
         """Where the answers of training steps are kept."""
+        self._report = ReportWriter(directory, lease.check)
         self.progress = ProgressCounter(directory)
         self._watchdog = Watchdog(self.progress, directory / STACKS, self._stalled)
 
@@ -117,6 +119,7 @@ class Run:
             logging.getLogger(__name__).error("the run ended", exc_info=(type(error), error, traceback))
             self._set_state("cancelled" if cancelled else "failed")
         self._watchdog.stop()
+        self._report.close()
         self.tracking.close()
         if self.kept is not None:
             self.kept.close()
@@ -152,6 +155,7 @@ class Run:
         self.status["steps_done"] = step
         if time.monotonic() - self._status_written > _STATUS_EVERY_S:
             self._write_status()
+        self._report.step()
 
     def state(self) -> dict[str, Any]:
         """Return the size of each file and the fields of status.json, for a checkpoint."""
