@@ -351,12 +351,17 @@ def export(
     push: Annotated[
         str, typer.Option(metavar="REPO", help="Also upload to this Hugging Face repository, user/name. Default: none.")
     ] = "",
+    base: Annotated[
+        str, typer.Option(metavar="ID", help="Adapter: its base's id on the hub, user/name. Default: as the base says.")
+    ] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
     """Write a deployable copy of a run's or an online server's model, with a model card."""
     from tandem.recipes.export import export_run
 
-    copy = export_run(run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public)
+    copy = export_run(
+        run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base
+    )
     typer.echo(copy)
 
 
