@@ -45,7 +45,7 @@ def made_run(directory: Path, *, adapter: bool, model: str = 'path = "org/base"'
     if adapter:
         (directory / "export" / "adapter").mkdir()
         for name in ("adapter_model.safetensors", "adapter_config.json"):
-            (directory / "export" / "adapter" / name).write_text(name)
+            (directory / "export" / "adapter" / name).write_text('{"r": 8, "base_model_name_or_path": "/home/me/base"}')
     return directory
 
 
@@ -84,6 +84,7 @@ def test_a_run_that_did_not_end_well_has_steps_or_nothing(tmp_path: Path):
     def fill(step: int, directory: Path) -> None:
         (directory / "deploy").mkdir()
         (directory / "deploy" / "adapter_model.safetensors").write_text(f"after {step}")
+        (directory / "deploy" / "adapter_config.json").write_text("{}")
 
     for step in (3, 6):
         Checkpoints(run).write(step, partial(fill, step), {"stage": "rl"})
@@ -220,3 +221,31 @@ def test_a_hub_that_refuses_is_an_error_and_the_copy_is_there(tmp_path: Path, hu
         push_folder(target, "me/sums", endpoint=f"http://127.0.0.1:{hub.server_address[1]}")
     assert names(target)
     assert hub.commits == []
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "base", "written"),
+    [
+        ("base", {"_name_or_path": "org/named"}, "", "org/named"),
+        ("base", {"_name_or_path": "org/named"}, "org/told", "org/told"),
+        ("models--org--cached/snapshots/0a1b", {}, "", "org/cached"),
+        ("base", {"_name_or_path": "/somewhere/else"}, "", "/home/me/base"),
+        ("base", {}, "", "/home/me/base"),
+    ],
+)
+def test_an_adapter_names_its_base_by_its_id(
+    tmp_path: Path, place: str, config: dict[str, str], base: str, written: str
+):
+    local = tmp_path / place
+    local.mkdir(parents=True)
+    write_json(local / "config.json", config)
+    run = made_run(tmp_path / "run", adapter=True, model=f'path = "{local}"')
+    copy = export_run(run, base=base)
+    found = json.loads((copy / "adapter_config.json").read_text())
+    assert found == {"r": 8, "base_model_name_or_path": written}
+    assert ("base_model: " in (copy / "README.md").read_text()) == written.startswith("org/")
+    if written.startswith("/"):
+        with pytest.raises(ArtifactError, match="add --base user/name"):
+            export_run(run, push="me/mine")
+    with pytest.raises(ArtifactError, match=r"--base a/b/c: write the id"):
+        export_run(run, base="a/b/c")

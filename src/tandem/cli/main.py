@@ -303,11 +303,17 @@ def chat(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, finished or not.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, finished or not.")],
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option("--with", metavar="RUN", help="Draw this run's curves, too, in report-beside.html. Repeatable."),
+    ] = None,
+) -> None:
     """Rewrite report.html and curves.png of a run."""
     from tandem.obs.report import write_report
 
-    typer.echo(write_report(run_dir))
+    typer.echo(write_report(run_dir, beside or ()))
 
 
 @app.command("eval")
@@ -348,12 +354,17 @@ def export(
     push: Annotated[
         str, typer.Option(metavar="REPO", help="Also upload to this Hugging Face repository, user/name. Default: none.")
     ] = "",
+    base: Annotated[
+        str, typer.Option(metavar="ID", help="Adapter: its base's id on the hub, user/name. Default: as the base says.")
+    ] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
     """Write a deployable copy of a run's or an online server's model, with a model card."""
     from tandem.recipes.export import export_run
 
-    copy = export_run(run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public)
+    copy = export_run(
+        run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base
+    )
     typer.echo(copy)
 
 

@@ -1,7 +1,7 @@
-"""Write `report.html`: one file that explains a run, without scripts and external resources.
+"""Write `report.html`: one file that explains a run, without external resources.
 
 The template escapes all text of models, specs and logs (autoescape). In addition, a content security policy blocks
-scripts and requests.
+requests, and all scripts but the two that draw the charts, which it knows by their hashes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.io.atomic_write import write_bytes
 from tandem.io.bounded_json import read_json
 from tandem.io.kept_samples import first_and_last_step, samples
+from tandem.obs.chart_data import chart_data, scripts
 from tandem.obs.claims import (
     caveat,
     change,
@@ -38,11 +39,13 @@ _SHOWN_TASKS = 8
 _SHOWN_CHARACTERS = 6000
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Write curves.png and report.html, for a run in any state; return the report's path."""
+def write_report(run_dir: str | Path, beside: Sequence[str | Path] = ()) -> Path:
+    """Write curves.png and report.html, for a run in any state; return the report's path. `beside`: other runs, whose
+    curves are drawn over it, in report-beside.html."""
     run_dir = Path(run_dir)
-    page = _template().render(_content(read_history(run_dir)))
-    path = run_dir / "report.html"
+    others = [read_history(Path(other)) for other in beside]
+    page = _template().render(_content(read_history(run_dir), others))
+    path = run_dir / ("report-beside.html" if others else "report.html")
     write_bytes(path, page.encode("utf-8", errors="replace"))  # a model can write half a surrogate pair
     return path
 
@@ -55,7 +58,7 @@ def _template() -> Template:
     return environment.from_string(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
 
 
-def _content(history: History) -> dict[str, Any]:
+def _content(history: History, others: Sequence[History] = ()) -> dict[str, Any]:
     status = history.status
     return {
         "name": history.name,
@@ -75,6 +78,9 @@ def _content(history: History) -> dict[str, Any]:
         "interval_name": interval_name(status) if interval(status) else "",
         "curves": _curves(history),
         "rewards": reward_lines(history.rows),
+        "charts": chart_data([history, *others]),
+        "scripts": scripts(),
+        "is_running": status.get("state") == "running",
         "timing": timing(history),
         "planned": against_plan(history),
         "drops": drops(history),

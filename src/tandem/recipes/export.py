@@ -10,6 +10,7 @@ from pathlib import Path
 from tandem.build import training
 from tandem.errors import ArtifactError, RunError
 from tandem.io import atomic_write
+from tandem.recipes.adapter_base import base_id, name_base
 from tandem.recipes.online_export import copy_export, export_learned, find_learned
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.model_card import model_card
@@ -30,13 +31,15 @@ def export_run(
     directory: str | Path | None = None,
     push: str = "",
     public: bool = False,
+    base: str = "",
     endpoint: str | None = None,
 ) -> Path:
     """Write a deployable copy into a new directory and return the directory.
 
     After training with [model.lora] this is the adapter, or with `merge` the whole model. The directory defaults to
     RUN/deploy, RUN/deploy-merged, or with `step` RUN/deploy-step-N. `step`: export that checkpoint, of a run in any
-    state. `push`: also upload to a repository of the Hugging Face hub, in one commit.
+    state. `base`: the id of an adapter's base on the hub, where a local directory does not say it. `push`: also upload
+    to a repository of the Hugging Face hub, in one commit.
 
     `run_dir` may also be the data directory of an online server. `version` then selects a version (a number, `anchor-N`
     or `current`, the default), and the directory defaults to export/version-N in it.
@@ -61,6 +64,7 @@ def export_run(
     source = run_dir / "export" if step is None else _checkpoint(run_dir, step) / "deploy"
     if not source.exists():
         raise RunError(f"{run_dir}: has no export/, because the run did not succeed; {_saved_steps(run_dir)}")
+    its_base = _base_of(spec, base, push) if as_adapter else ""
     name = f"deploy{'' if step is None else f'-step-{step}'}{'-merged' * merge}"
     target = directory or run_dir / name
     _must_be_free(target)
@@ -71,11 +75,23 @@ def export_run(
             shutil.copytree(source, place, dirs_exist_ok=True)
         else:
             copy_export(source, place, as_adapter=as_adapter)
+        if its_base:
+            name_base(place, its_base)
         kind = "adapter" if as_adapter else "model"
-        (place / "README.md").write_text(model_card(run_dir, kind, step), encoding="utf-8")
+        (place / "README.md").write_text(model_card(run_dir, kind, step, base=its_base), encoding="utf-8")
     if push:
         push_folder(target, push, public=public, endpoint=endpoint)
     return target
+
+
+def _base_of(spec: RunSpec, base: str, push: str) -> str:
+    """Return the id of the adapter's base; empty, for a copy that stays here, if it is only a path."""
+    path = getattr(spec.model, "path", "")
+    if not (found := base_id(path, base)) and push:
+        raise ArtifactError(
+            f"--push {push}: the adapter's base is {path}, a path of this machine; add --base user/name"
+        )
+    return found
 
 
 def _checkpoint(run_dir: Path, step: int) -> Path:

@@ -12,12 +12,15 @@ from tandem.obs.claims import caveat, evidence, figure, headline
 from tandem.obs.run_history import History, evaluations, read_history, total
 
 
-def model_card(run_dir: Path, kind: Literal["adapter", "model"], step: int | None = None) -> str:
-    """Return the card of a run's model. `step`: of the checkpoint of that step; the card then has no verdict."""
+def model_card(run_dir: Path, kind: Literal["adapter", "model"], step: int | None = None, *, base: str = "") -> str:
+    """Return the card of a run's model. `step`: of the checkpoint of that step; the card then has no verdict.
+    `base`: the id of an adapter's base on the hub."""
     history = read_history(run_dir)
     if step is not None:
         history = _until(history, step)
     spec: dict[str, Any] = tomllib.loads(history.spec)
+    if base:
+        spec["model"]["path"] = base
     parts = [_head(spec, kind), f"# {history.name}"]
     if step is None:
         parts += [headline(history.status), evidence(history.status), caveat(history.status)]

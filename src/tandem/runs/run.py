@@ -19,6 +19,7 @@ from tandem.io import atomic_write
 from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
 from tandem.io.kept_samples import KeptSamples
 from tandem.obs.live_view import LiveView
+from tandem.obs.report_writer import ReportWriter
 from tandem.obs.trackers.tracker_queue import Feed
 from tandem.runs.callbacks import Callbacks
 from tandem.runs.failure_diagnosis import classify_error
@@ -78,6 +79,7 @@ class Run:
         self._callback_states: Mapping[str, Any] = earlier.get("callbacks", {}) if earlier is not None else {}
         self.kept: KeptSamples | None = None
         """Where the answers of training steps are kept."""
+        self._report = ReportWriter(directory, lease.check)
         self.progress = ProgressCounter(directory)
         self._watchdog = Watchdog(self.progress, directory / STACKS, self._stalled)
 
@@ -120,6 +122,7 @@ class Run:
             logging.getLogger(__name__).error("the run ended", exc_info=(type(error), error, traceback))
             self._set_state("cancelled" if cancelled else "failed")
         self._watchdog.stop()
+        self._report.close()
         self.callbacks.end(self.status)
         self.tracking.close()
         if self.kept is not None:
@@ -162,6 +165,7 @@ class Run:
         self.status["steps_done"] = step
         if time.monotonic() - self._status_written > _STATUS_EVERY_S:
             self._write_status()
+        self._report.step()
 
     def state(self) -> dict[str, Any]:
         """Return the size of each file and the fields of status.json, for a checkpoint."""
