@@ -29,7 +29,7 @@ SLOW = {
     "parallel/test_checkpoints_by_rows.py": "whole runs on 1, 2 and 4 ranks",
     "parity/test_apollo.py": "many steps beside the published optimizer",
     "parallel/test_ends_and_resumes.py": "runs of ranks that are killed, stopped and resumed",
-    "parallel/test_equal_bytes.py": "eighteen trainings on 1, 2 and 4 ranks",
+    "parallel/test_equal_bytes.py": "47 trainings on 1, 2 and 4 ranks",
     "parallel/test_planted.py": "ranks with wrong weights, in processes of their own",
     "parity/test_by_owner.py": "updates of three ranks beside one",
     "parallel/test_launcher_ends.py": "runs under a launcher that end early",
@@ -62,14 +62,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of the other tier: each worker would, and that takes a tenth of the time of either tier."""
+    asked = config.option.markexpr
+    if asked not in ("slow", "not slow") or collection_path.suffix != ".py":
+        return None
+    return True if is_slow(collection_path) != (asked == "slow") else None
+
+
+def is_slow(file: Path) -> bool:
+    path = file.relative_to(HERE) if file.is_relative_to(HERE) else file
+    return path.parts[0] in SLOW or path.as_posix() in SLOW
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leases, deadlines and patience are real seconds here, between real processes. If the machine stands still in the
     middle of one, its failure says nothing of the code: the test is done again, and what it said is told. What fails on
     a machine that works has failed."""
     items.sort(key=lambda item: not item.nodeid.startswith(tuple(TOGETHER)))
     for item in items:
-        path = item.path.relative_to(HERE) if item.path.is_relative_to(HERE) else item.path
-        if path.parts[0] in SLOW or path.as_posix() in SLOW:
+        if is_slow(item.path):
             item.add_marker(pytest.mark.slow)
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:

@@ -36,9 +36,9 @@ class Ascii:
 def torch_as_it_was() -> Iterator[None]:
     import torch
 
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.get_deterministic_debug_mode()
     yield
-    torch.use_deterministic_algorithms(before)
+    torch.set_deterministic_debug_mode(before)
 
 
 def view() -> LiveView:

@@ -105,7 +105,7 @@ def test_a_damaged_tensor_is_refused_and_the_version_before_goes_on(damage: Any,
     async def scenario() -> None:
         await rig.begin()
         arriving(rig, damage)
-        name = OUT if damage is turned else Q
+        name = {turned: OUT, swapped: K}.get(damage, Q)  # the first in the file that is not what was sent
         await rig.refused(SyncError, f"what arrived of '{name}' is not what was sent", "stays in service")
         await rig.serves_the_proven_one()
         await rig.recovers()

@@ -1,21 +1,24 @@
-"""`python crew_cases.py DIRECTORY RANKS HOSTS [CASE ...]`: train cases of DIRECTORY/cases.json on so many ranks, as if
-they were on so many hosts; all cases if none is named.
+"""`python crew_cases.py HOME`: do what HOME/stages.json says. Each stage is a number of ranks and work for them.
 
-All cases of a number of ranks share one crew: a crew's start is ten seconds of imports, and a case's training is one.
-With one rank there is no crew, and each case is what `tandem train` runs.
+All work of a stage shares one crew: a crew's start is ten seconds of imports, and a training is one or two. One process
+is rank 0 of all stages. A stage of one rank has no crew: each of its trainings is what `tandem train` runs.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from rich.console import Console
 
 from tandem import recipes
@@ -25,38 +28,76 @@ from tandem.spec.load import parse_spec, to_toml
 from tandem.types import Trajectory
 
 
-def train_all(home: Path, ranks: int, hosts: int, names: list[str]) -> None:
-    cases = json.loads((home / "cases.json").read_text())
-    specs = {name: parse_spec(with_ranks(cases[name], ranks, hosts)) for name in names or cases}
-    place = home / f"ranks-{ranks}-hosts-{hosts}"
-    place.mkdir()
-    (place / "spec.toml").write_text(to_toml(next(iter(specs.values()))))
-    with crew_of(next(iter(specs.values())), place) as crew:
-
-        @contextmanager
-        def shared(spec: Any, directory: Path) -> Iterator[Any]:
-            if crew is not None:
-                crew.order("begin", spec=spec.model_dump(mode="json", exclude_none=True))
-            yield crew
-
-        recipes.crew_of = shared  # pyright: ignore[reportAttributeAccessIssue]
-        for name, spec in specs.items():
-            if spec.recipe == "rl":
-                with shared(spec, place):
-                    on_groups(spec, crew, place / name)
-            else:
-                recipes.run(spec, place / name, view=LiveView("run", Console(file=io.StringIO(), width=120)))
+def do_stages(home: Path, stages: Sequence[dict[str, Any]]) -> None:
+    """Start this program in a process of its own, and wait until it has ended."""
+    (home / "stages.json").write_text(json.dumps(stages))
+    command = [sys.executable, __file__, str(home)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
-def with_ranks(case: dict[str, Any], ranks: int, hosts: int) -> dict[str, Any]:
-    return {**case, "parallel": {"ranks": ranks, "hosts": hosts, "shares": 4, "deadline_s": 60.0}}
+def main(home: Path) -> None:
+    for number, stage in enumerate(json.loads((home / "stages.json").read_text())):
+        place = home / f"stage-{number}"
+        place.mkdir()
+        first = parse_spec({**stage["work"][0]["spec"], "parallel": parallel(stage["ranks"])})
+        (place / "spec.toml").write_text(to_toml(first))  # the other ranks read it
+        with crew_of(first, place) as crew:
+            recipes.crew_of = shared(crew)  # pyright: ignore[reportAttributeAccessIssue]
+            for work in stage["work"]:
+                do(home, stage["ranks"], work, crew)
+        if crew is not None:
+            dist.destroy_process_group()
+
+
+def shared(crew: Any) -> Any:
+    """Return what replaces `crew_of`: the crew that is there begins again with another spec."""
+
+    @contextmanager
+    def crew_of_stage(spec: Any, directory: Path) -> Iterator[Any]:
+        if crew is not None:
+            crew.order("begin", spec=spec.model_dump(mode="json", exclude_none=True))
+        yield crew
+
+    return crew_of_stage
+
+
+def do(home: Path, ranks: int, work: dict[str, Any], crew: Any) -> None:
+    """Train `spec`, in `to`; or resume a copy of the run `of`, as if it had been killed after the checkpoint of step
+    `after`."""
+    to, view = home / work["to"], LiveView("run", Console(file=io.StringIO(), width=120))
+    if "of" in work:
+        shutil.copytree(home / work["of"], to)
+        cut(to, work["after"])
+        recipes.resume(to, ranks=ranks, view=view)
+        return
+    spec = parse_spec({**work["spec"], "parallel": parallel(ranks, work.get("hosts", 1))})
+    if spec.recipe == "rl":
+        with shared(crew)(spec, to):
+            on_groups(spec, crew, to)
+    else:
+        recipes.run(spec, to, view=view)
+
+
+def parallel(ranks: int, hosts: int = 1) -> dict[str, Any]:
+    return {"ranks": ranks, "hosts": hosts, "shares": 4, "deadline_s": 60.0}
+
+
+def cut(run: Path, after: int) -> None:
+    for checkpoint in (run / "checkpoints").glob("step-*"):
+        if int(checkpoint.name[5:]) > after:
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(run / "export")
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "running"}))
 
 
 def on_groups(spec: Any, crew: Any, directory: Path) -> None:
     """Train on recorded groups, as the loop of an RL run does with groups that were sampled."""
     from tandem.build import training
 
-    directory.mkdir()
+    directory.mkdir(parents=True)
     model = training.run_model(spec, crew)
     algorithm = training.algorithm(spec.algorithm, spec.train.max_tokens)
     training.reference(spec.algorithm, model, spec.precision)
@@ -87,4 +128,4 @@ def recorded_group(rng: random.Random, size: int, version: int) -> list[Trajecto
 
 
 if __name__ == "__main__":
-    train_all(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(Path(sys.argv[1]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crew_cases import cut, do_stages
 
 from tandem.runs.run_ending import digest_run
 from tandem.spec.load import parse_spec, to_toml
@@ -61,20 +62,15 @@ def tandem(*words: object) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def trained(spec: Path, run_dir: Path, ranks: int, hosts: int = 1) -> Path:
-    parallel = {"ranks": ranks, "hosts": hosts, "shares": SHARES}
+def trained(spec: Path, run_dir: Path, ranks: int) -> Path:
+    parallel = {"ranks": ranks, "shares": SHARES}
     tandem("train", spec, "--run-dir", run_dir, *(f"--set=parallel.{name}={value}" for name, value in parallel.items()))
     return run_dir
 
 
 def gone_on(run_dir: Path, step: int, ranks: int) -> Path:
     """The run as if it had been killed after the checkpoint of `step`, resumed on another number of ranks."""
-    for checkpoint in (run_dir / "checkpoints").glob("step-*"):
-        if int(checkpoint.name[5:]) > step:
-            shutil.rmtree(checkpoint)
-    shutil.rmtree(run_dir / "export")
-    status = json.loads((run_dir / "status.json").read_text())
-    (run_dir / "status.json").write_text(json.dumps({**status, "state": "running"}))
+    cut(run_dir, step)
     tandem("resume", run_dir, "--set", f"parallel.ranks={ranks}")
     return run_dir
 
@@ -110,27 +106,49 @@ def same(run_dir: Path, whole: Path) -> None:
 FILES = ("weights", "optimizer")
 
 
-@pytest.mark.parametrize("kind", ["adamw_8bit", "muon", "apollo"])
-def test_saved_on_4_gone_on_with_2_then_1_then_4(model: str, tmp_path: Path, kind: str) -> None:
+CASES = {
+    "adamw_8bit": (1, [(1, 2), (2, 1), (3, 4)]),
+    "muon": (1, [(1, 2), (2, 1), (3, 4)]),
+    "apollo": (1, [(1, 2), (2, 1), (3, 4)]),
+    "adamw": (2, [(1, 2), (2, 1)]),
+}
+"""Of each optimizer: on how many hosts its 4 ranks are, and after which step the run goes on with how many ranks."""
+
+
+@pytest.fixture(scope="module")
+def runs(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case on 1 rank and on 4, and then resumed, each time from what the one before has written."""
+    home = tmp_path_factory.mktemp("runs")
+    specs = {
+        kind: tomllib.loads(spec_of(home, {"path": model}, train={"optimizer": {"kind": kind}}, **BF16).read_text())
+        for kind in CASES
+    }
+    stages = [
+        {"ranks": 1, "work": [{"spec": spec, "to": f"{kind}/whole"} for kind, spec in specs.items()]},
+        {"ranks": 4, "work": [
+            {"spec": spec, "hosts": CASES[kind][0], "to": f"{kind}/0"} for kind, spec in specs.items()
+        ]},
+    ]  # fmt: skip
+    for index in range(max(len(resumed) for _, resumed in CASES.values())):
+        moves = {kind: resumed[index] for kind, (_, resumed) in CASES.items() if index < len(resumed)}
+        (ranks,) = {ranks for _, ranks in moves.values()}
+        work = [
+            {"spec": specs[kind], "of": f"{kind}/{index}", "after": step, "to": f"{kind}/{index + 1}"}
+            for kind, (step, _) in moves.items()
+        ]
+        stages.append({"ranks": ranks, "work": work})
+    do_stages(home, stages)
+    return home
+
+
+@pytest.mark.timeout(1100)
+@pytest.mark.parametrize("kind", CASES)
+def test_saved_on_4_gone_on_with_2_then_1_then_4(runs: Path, kind: str) -> None:
     """Moments in 8 bits or of other rows than the weights', the missing half of bf16 weights, scalars: every file is
-    one rank's, at every step."""
-    spec = spec_of(tmp_path, {"path": model}, train={"optimizer": {"kind": kind}}, **BF16)
-    whole = trained(spec, tmp_path / "whole", 1)
-    run_dir = trained(spec, tmp_path / "run", 4)
-    same(run_dir, whole)
-    for step, ranks in ((1, 2), (2, 1), (3, 4)):
-        same(gone_on(run_dir, step, ranks), whole)
-    assert (run_dir / "checkpoints/step-1/deploy/model.safetensors").stat().st_size > 10**6
-
-
-def test_saved_on_2_hosts_gone_on_with_one_then_with_one_rank(model: str, tmp_path: Path) -> None:
-    """Only the first host writes."""
-    spec = spec_of(tmp_path, {"path": model}, **BF16)
-    whole = trained(spec, tmp_path / "whole", 1)
-    run_dir = trained(spec, tmp_path / "run", 4, hosts=2)
-    same(run_dir, whole)
-    for step, ranks in ((1, 2), (2, 1)):
-        same(gone_on(run_dir, step, ranks), whole)
+    one rank's, at every step. Of 2 hosts only the first one writes."""
+    for index in range(1 + len(CASES[kind][1])):
+        same(runs / kind / str(index), runs / kind / "whole")
+    assert (runs / kind / "0/checkpoints/step-1/deploy/model.safetensors").stat().st_size > 10**6
 
 
 def test_adapters_of_2_ranks_are_those_of_one(model: str, tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crew_cases import do_stages
 
 from tandem.types import MEASURED
 
@@ -39,14 +37,20 @@ CASES = {
     "groups lora": {"recipe": "rl", "model": {"lora": {"rank": 4}}},
 }
 LAYOUTS = {
-    (1, 1): [*CASES],
-    (2, 1): [*CASES],
-    (4, 1): [*CASES],
-    (4, 2): ["sft", "sft bf16", "sft bf16 recompute", "sft adamw_8bit", "sft lora bf16", "groups", "groups lora"],
-    (2, 2): ["sft", "sft bf16", "sft lora"],
-}
-"""Which cases are trained on how many ranks and hosts."""
-STEPS = 20
+    (2, 1): [
+        "sft", "sft bf16 recompute", "sft adamw_8bit", "sft muon bf16", "sft apollo", "sft adafactor", "sft lora bf16",
+        "preference", "groups lora",
+    ],
+    (2, 2): ["sft bf16", "sft lora", "sft muon", "groups"],
+    (4, 1): [
+        "sft recompute", "sft bf16", "sft bf16 fp32 master", "sft muon", "sft apollo_mini bf16", "sft adafactor",
+        "sft lora", "sft lora muon", "preference lora", "groups",
+    ],
+    (4, 2): ["sft", "sft bf16 recompute", "sft adamw_8bit", "sft lora bf16", "preference", "groups lora"],
+}  # fmt: skip
+"""Which cases are trained on how many ranks and hosts, besides one. Each case is on one or two of the layouts, and each
+layout has every recipe or its loss, both precisions, adapters, and another optimizer than AdamW."""
+STEPS = 10
 SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
 """Files with times in them, or with a set's order of this process."""
 
@@ -55,7 +59,7 @@ def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
     recipe = changes.get("recipe", "sft")
     model = {"preset": "tiny", **changes.get("model", {})}
     spec: dict[str, Any] = {
-        "recipe": recipe, "model": model, "checkpoint": {"every": STEPS}, "eval": {"every": 10},
+        "recipe": recipe, "model": model, "checkpoint": {"every": STEPS}, "eval": {"every": 5},
         "train": {"steps": STEPS, "lr": 1e-3, "micro_tokens": 128},
     }  # fmt: skip
     spec["train"]["optimizer"] = {"kind": changes.get("optimizer", "adamw")}
@@ -93,14 +97,19 @@ def write_data(home: Path) -> None:
 def trained(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("crews")
     write_data(home)
-    (home / "cases.json").write_text(json.dumps({name: spec_of(home, changes) for name, changes in CASES.items()}))
-    for (ranks, hosts), names in LAYOUTS.items():
-        program = Path(__file__).with_name("crew_cases.py")
-        command = [sys.executable, str(program), str(home), str(ranks), str(hosts), *names]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1000)
-        assert done.returncode == 0, done.stderr[-3000:]
+    stages = {1: [work(home, 1, 1, case) for case in CASES]}
+    for (ranks, hosts), cases in LAYOUTS.items():
+        stages.setdefault(ranks, []).extend(work(home, ranks, hosts, case) for case in cases)
+    do_stages(home, [{"ranks": ranks, "work": each} for ranks, each in stages.items()])
     return home
+
+
+def work(home: Path, ranks: int, hosts: int, case: str) -> dict[str, Any]:
+    return {"spec": spec_of(home, CASES[case]), "hosts": hosts, "to": place(ranks, hosts, case)}
+
+
+def place(ranks: int, hosts: int, case: str) -> str:
+    return f"ranks-{ranks}-hosts-{hosts}/{case}"
 
 
 def losses(run: Path) -> list[dict[str, float]]:
@@ -117,24 +126,33 @@ def hashes(run: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(3100)
+@pytest.mark.timeout(1100)
 @pytest.mark.parametrize(
-    ("ranks", "hosts", "case"), [(*layout, case) for layout, names in LAYOUTS.items() for case in names][len(CASES) :]
+    ("ranks", "hosts", "case"), [(*layout, case) for layout, cases in LAYOUTS.items() for case in cases]
 )
 def test_several_ranks_give_the_bytes_of_one(trained, ranks, hosts, case):
-    one, several = trained / "ranks-1-hosts-1" / case, trained / f"ranks-{ranks}-hosts-{hosts}" / case
+    one, several = trained / place(1, 1, case), trained / place(ranks, hosts, case)
     assert len(losses(one)) == STEPS
     assert losses(several) == losses(one)
     assert len(hashes(one)) >= 3
     assert hashes(several) == hashes(one)
 
 
-@pytest.mark.timeout(3100)
+@pytest.mark.timeout(1100)
 def test_cases_differ_from_each_other(trained):
     """Or the comparison would show nothing."""
     weights = [
-        json.dumps(sorted(hashes(trained / "ranks-2-hosts-1" / case).items()))
-        for case in CASES
-        if "recompute" not in case
+        json.dumps(sorted(hashes(trained / place(1, 1, case)).items())) for case in CASES if "recompute" not in case
     ]
     assert len(set(weights)) == len(weights)
+
+
+def test_every_case_is_on_several_ranks_and_every_layout_has_every_family():
+    found = {layout: [CASES[case] for case in cases] for layout, cases in LAYOUTS.items()}
+    assert {case for cases in LAYOUTS.values() for case in cases} == set(CASES)
+    for cases in found.values():
+        assert {"bfloat16", "float32"} == {each.get("precision", {}).get("weights", "float32") for each in cases}
+        assert any("lora" in each.get("model", {}) for each in cases)
+        assert any("lora" not in each.get("model", {}) for each in cases)
+        assert any("optimizer" in each for each in cases)
+        assert any(each.get("recipe") == "rl" for each in cases)
