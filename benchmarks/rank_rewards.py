@@ -1,7 +1,8 @@
 """Does a trainer of several ranks learn as one rank does, and is every version proven?
 
 Runs examples/rl_async.toml (an engine in its own process) for each seed, `max_lag` and number of ranks,
-and prints the mean reward of the first and the last steps, the largest logprob gaps (of trained tokens, and of canaries) and the verdict of `sync audit`.
+and prints the mean reward of the first and the last steps, the largest
+logprob gaps (of trained tokens, and of canaries) and the verdict of `sync audit`.
 One to two minutes a run on two cores.
 
     python benchmarks/rank_rewards.py                              # 3 seeds, max_lag 0 and 1, ranks 1 and 2
@@ -83,7 +84,8 @@ def main() -> None:
             wrong += not good
             print(
                 f"{lag:3} {seed:4} {ranks:5} {row['versions']:8} {'all' if row['all_proven'] else 'NOT':>6} "
-                f"{row['largest_gap']:8.1e} {row['largest_canary']:8.1e} {row['first']:6.3f} {row['last']:6.3f} {row['seconds']:5.0f}"
+                f"{row['largest_gap']:8.1e} {row['largest_canary']:8.1e} {row['first']:6.3f} {row['last']:6.3f} "
+                f"{row['seconds']:5.0f}"
                 f"{'' if good else '  <- not as asked'}",
                 flush=True,
             )
