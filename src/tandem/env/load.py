@@ -4,12 +4,9 @@ another library by an adapter, as `gymnasium:FrozenLake-v1`."""
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
-import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +21,7 @@ from tandem.env.builtin.sort import Sort
 from tandem.env.protocol_check import check_environment, their_code, wrong
 from tandem.errors import EnvironmentFailed, SpecError
 from tandem.io import own_code
-from tandem.io.own_code import OBJECT
+from tandem.io.own_code import OBJECT, import_file
 from tandem.protocols import Environment
 
 BUILT_IN: dict[str, type] = {"arithmetic": Arithmetic, "guess": Guess, "sort": Sort}
@@ -105,16 +102,8 @@ def _import_module(name: str, module: str) -> ModuleType:
 def _import_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise wrong(name, f"no such file in {Path.cwd()}; `tandem env new {path.stem}` writes a template")
-    # A unique name, so that a file called random.py hides no module. Dataclasses look up their module in sys.modules.
-    unique = f"tandem_environment_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(unique, path)
-    assert spec, "a .py file always has a loader"
-    assert spec.loader, "a .py file always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module
     with their_code(name, "importing it"):
-        spec.loader.exec_module(module)
-    return module
+        return import_file(path)
 
 
 def _classes(module: ModuleType) -> dict[str, type]:

@@ -87,6 +87,19 @@ def called(where: str, name: str, call: str) -> Generator[None]:
         raise OwnCodeFailed(f"{where} = '{name}': {_raised(error, name)}; it was called as {call}") from error
 
 
+def import_file(path: Path) -> ModuleType:
+    """Run a file as a module. Its name is unique, so that a file called random.py hides no module; dataclasses look it
+    up in sys.modules."""
+    unique = f"tandem_own_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(unique, path)
+    assert spec, "a .py file always has a loader"
+    assert spec.loader, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def place_of(value: Any) -> str:
     """Return " (file:line)" of a function's or class's definition; empty if it has none."""
     try:
@@ -162,20 +175,12 @@ def _module(where: str, name: str, path: Path) -> ModuleType:
     current = _session.get()
     modules = current.modules if current is not None else {}
     if str(path) not in modules:
-        # A unique name, so that a file called random.py hides no module. Dataclasses look it up in sys.modules.
-        unique = f"tandem_own_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-        spec = importlib.util.spec_from_file_location(unique, path)
-        assert spec, "a .py file always has a loader"
-        assert spec.loader, "a .py file always has a loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[unique] = module
         try:
-            spec.loader.exec_module(module)
+            modules[str(path)] = import_file(path)
         except TandemError:
             raise
         except Exception as error:
             raise SpecError(f"{where} = '{name}': importing the file failed: {_raised(error, name)}") from error
-        modules[str(path)] = module
     return modules[str(path)]
 
 

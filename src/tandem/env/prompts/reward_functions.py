@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import math
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from typing import Any, cast
 
 from tandem.env.prompts import ready_rewards
 from tandem.errors import EpisodeFailed, SpecError, TandemError
+from tandem.io.own_code import import_file
 from tandem.types import MAX_NUMBER, NUMBERS, Message
 
 FIELD = "environment.params.reward"
@@ -201,15 +199,7 @@ def _module(fn: str, place: str) -> ModuleType:
             return importlib.import_module(place)
         if not path.is_file():
             raise SpecError(f"{FIELD} = '{fn}': no such file, neither beside the spec nor in {Path.cwd()}")
-        # A unique name, so that a file called random.py hides no module.
-        unique = f"tandem_reward_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-        spec = importlib.util.spec_from_file_location(unique, path)
-        assert spec, "a .py file always has a loader"
-        assert spec.loader, "a .py file always has a loader"
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[unique] = module
-        spec.loader.exec_module(module)
-        return module
+        return import_file(path)
     except TandemError:
         raise
     except Exception as error:
