@@ -34,6 +34,10 @@ SLOW = {
     "parity/test_by_owner.py": "updates of three ranks beside one",
     "parallel/test_launcher_ends.py": "runs under a launcher that end early",
     "parallel/test_two_agents.py": "whole runs under two agents of torchrun",
+    "parallel/test_command.py": "the command on two ranks, beside one",
+    "unit/test_own_code.py": "whole runs on code of the user's own, resumed",
+    "http/test_service_start_and_end.py": "services that are ended in the middle of answers",
+    "http/test_rollouts_cli.py": "commands against a rollout service of their own",
     "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""

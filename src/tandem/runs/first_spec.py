@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from tandem.errors import SpecError
+from tandem.spec.bridges import on_one_gpu
 from tandem.spec.load import parse_spec
 from tandem.spec.presets import SIZES
 
@@ -171,7 +172,7 @@ def _engine(answers: Answers, way: Way) -> list[str]:
         if answers.gpu == "none":
             return []
         return ["# The embedded engine. vLLM is many times as fast: `tandem engine install vllm`, then init again."]
-    bridge = "shared" if way == "full" else "adapter_broadcast"
+    bridge = on_one_gpu(adapters=way != "full").name
     return [f'[engine]\nkind = "vllm"\nmemory_share = 0.3            # of the GPU\n\n[sync]\nbridge = "{bridge}"']
 
 

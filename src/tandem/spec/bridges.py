@@ -85,6 +85,11 @@ BRIDGES: Mapping[str, BridgeTraits] = {
 }
 
 
+def on_one_gpu(*, adapters: bool) -> BridgeTraits:
+    """Return the fastest bridge to a vLLM on the trainer's GPU."""
+    return ADAPTER_BROADCAST if adapters else SHARED
+
+
 def traits_of(link: Mapping[str, Any]) -> BridgeTraits | None:
     """Return the traits of the bridge that made `link`; None for a link of no known bridge."""
     mode = link.get("mode")
