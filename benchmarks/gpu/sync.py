@@ -84,7 +84,7 @@ async def check(
 ) -> dict[str, Any]:
     spec = spec_of(mode, backend, tensor_parallel, checkpoint, python)
     torch.cuda.empty_cache()
-    model = training.model(spec.model, spec.precision, 0, training.settle_torch(spec))
+    model = training.run_model(spec, None, spec.engine.max_context)
     joined = run_engines.join(spec, model, home)
     proofs: list[Proof] = []
     meetings: list[Any] = []

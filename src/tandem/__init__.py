@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.runs.artifacts import list_artifacts as list_artifacts
     from tandem.runs.compare import compare_runs as compare_runs
     from tandem.runs.doctor import diagnose as diagnose
+    from tandem.runs.first_spec import FirstAnswers as FirstAnswers
     from tandem.runs.first_spec import write_first_spec as write_first_spec
     from tandem.runs.run_ending import digest_run as digest_run
     from tandem.runs.run_list import list_runs as list_runs
@@ -99,6 +100,7 @@ _API = {
     "evaluate_model": "tandem.recipes.evaluation",
     "measure_base_rate": "tandem.recipes.base_rate",
     "write_first_spec": "tandem.runs.first_spec",
+    "FirstAnswers": "tandem.runs.first_spec",
     "export_run": "tandem.recipes.export",
     "compare_runs": "tandem.runs.compare",
     "push_artifacts": "tandem.runs.uploads",

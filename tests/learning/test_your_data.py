@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_a_command_runs_as_it_stands(
     for name, text in FILES.items():
         (tmp_path / name).write_text(text.replace(HUB, 'preset = "tiny"'))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("builtins.input", lambda _: "It is 12, 14, 18, 23 or 35.")
+    monkeypatch.setattr("sys.stdin", io.StringIO("It is 12, 14, 18, 23 or 35.\n"))
     few = ["--set", "train.steps=2", "--run-dir", "run"] if command[0] == "train" else []
     monkeypatch.setattr("sys.argv", ["tandem", *command, *few])
     try:

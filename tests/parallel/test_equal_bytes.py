@@ -39,9 +39,9 @@ CASES = {
 LAYOUTS = {
     (2, 1): [
         "sft", "sft bf16 recompute", "sft adamw_8bit", "sft muon bf16", "sft apollo", "sft adafactor", "sft lora bf16",
-        "preference", "groups lora",
+        "preference", "groups lora", "sft own by rows", "groups own loss",
     ],
-    (2, 2): ["sft bf16", "sft lora", "sft muon", "groups"],
+    (2, 2): ["sft bf16", "sft lora", "sft muon", "groups", "sft own whole bf16"],
     (4, 1): [
         "sft recompute", "sft bf16", "sft bf16 fp32 master", "sft muon", "sft apollo_mini bf16", "sft adafactor",
         "sft lora", "sft lora muon", "preference lora", "groups",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.recipes.random_checkpoints import SHAPES
-from tandem.runs.first_spec import GPUS, Answers, first_spec, model_billions, rate, write_first_spec
+from tandem.runs.first_spec import GPUS, FirstAnswers, first_spec, model_billions, rate, write_first_spec
 from tandem.runs.planner.calibration import machine
 from tandem.runs.planner.memory import needed_gib
 from tandem.runs.planner.model_shape import shape_of
@@ -43,7 +43,7 @@ def test_every_combination_of_answers_is_a_valid_spec_or_too_large_by_name() -> 
     too_large, reasons = set[tuple[str, str]](), set[str]()
     for goal, model, task, gpu, vllm in EVERY:
         try:
-            text = first_spec(Answers(goal, model, task, gpu, vllm=vllm))  # type: ignore[arg-type]
+            text = first_spec(FirstAnswers(goal, model, task, gpu, vllm=vllm))  # type: ignore[arg-type]
         except SpecError as error:
             too_large.add((model, gpu))
             reasons.add(str(error).partition(" parameters ")[2].partition(gpu if gpu != "none" else "(")[0])
@@ -67,7 +67,7 @@ def test_what_is_written_fits_by_the_plan(shape: str, billions: float, tmp_path:
     ):
         if gpu == "none" or (vllm and goal != "rewards"):
             continue
-        answers = Answers(goal, str(tmp_path), task, gpu, billions, vllm=vllm)  # type: ignore[arg-type]
+        answers = FirstAnswers(goal, str(tmp_path), task, gpu, billions, vllm=vllm)  # type: ignore[arg-type]
         with suppress(SpecError):
             spec = parse_spec(tomllib.loads(first_spec(answers)))
             way = (goal, vllm, spec.model.lora and spec.model.lora.base, spec.train.micro_tokens)
@@ -84,7 +84,7 @@ def test_what_is_written_fits_by_the_plan(shape: str, billions: float, tmp_path:
 
 def table(**answers: Any) -> dict[str, Any]:
     given = {"goal": "rewards", "model": "Qwen/Qwen3-0.6B", "task": "arithmetic", "gpu": "h200", **answers}
-    return tomllib.loads(first_spec(Answers(**given)))
+    return tomllib.loads(first_spec(FirstAnswers(**given)))
 
 
 def test_what_fits_is_trained_and_the_engine_goes_with_it() -> None:
@@ -130,7 +130,7 @@ def test_an_existing_file_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "mine.toml"
     out.write_text("mine")
     with pytest.raises(SpecError, match="exists already"):
-        write_first_spec(Answers("rewards", "tiny", "sort", "none"), out)
+        write_first_spec(FirstAnswers("rewards", "tiny", "sort", "none"), out)
     assert out.read_text() == "mine"
 
 

@@ -19,6 +19,7 @@ VALUES = {
     "OnlineSpec | Mapping[str, Any] | str | Path": '"a.toml"',
     "Mapping[str, Any]": '{"recipe": "sft"}',
     "Listen": 'tandem.Listen("a")',
+    "FirstAnswers": 'tandem.FirstAnswers("rewards", "a", "sort", "none")',
     "Sequence[int]": "[0, 1]",
     "Sequence[str | Path]": '["a", "b"]',
 }

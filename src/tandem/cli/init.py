@@ -27,7 +27,7 @@ def init(
 ) -> None:
     """Write a first spec: asks for goal, model, task and GPU, or takes them as options."""
     from tandem.errors import SpecError
-    from tandem.runs.first_spec import Answers, questions, write_first_spec
+    from tandem.runs.first_spec import FirstAnswers, questions, write_first_spec
 
     given: dict[str, Any] = {"goal": goal, "model": model, "task": task, "gpu": gpu}
     for field, question, default in questions():
@@ -37,7 +37,7 @@ def init(
             raise SpecError(f"--{field}: is missing, and there is no terminal to ask in; {question}")
         given[field] = typer.prompt(question, default=default)
     vllm = (Path(".tandem") / "vllm" / "bin" / "python").exists()
-    path = write_first_spec(Answers(**given, billions=billions, vllm=vllm), out)
+    path = write_first_spec(FirstAnswers(**given, billions=billions, vllm=vllm), out)
     typer.echo(f"wrote {path}\nNext:")
     kind = "" if gpu not in ("h100", "h200") else f" --gpu {gpu}"
     typer.echo(f"  tandem plan {path}{kind}    what it needs")

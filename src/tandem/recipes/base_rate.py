@@ -101,7 +101,7 @@ class BaseRate:
 
 
 def measure_base_rate(
-    source: AnySpec | str,
+    source: AnySpec,
     model: str | Path = "",
     *,
     params: Mapping[str, Any] | None = None,

@@ -40,7 +40,7 @@ _WIDTH = {"float64": 8, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class FirstAnswers:
     """The four answers. `billions`: parameters of the model, where its name or files do not say; 0: they do."""
 
     goal: Goal
@@ -52,7 +52,7 @@ class Answers:
     """Whether vLLM is installed: the embedded engine is slower and needs nothing."""
 
 
-def write_first_spec(answers: Answers, path: str | Path) -> Path:
+def write_first_spec(answers: FirstAnswers, path: str | Path) -> Path:
     """Write the spec into a new file and return its path."""
     path = Path(path)
     text = first_spec(answers)
@@ -65,7 +65,7 @@ def write_first_spec(answers: Answers, path: str | Path) -> Path:
     return path
 
 
-def first_spec(answers: Answers) -> str:
+def first_spec(answers: FirstAnswers) -> str:
     """Return the text of a spec, with a comment where a figure was chosen."""
     if answers.goal not in get_args(Goal):
         raise SpecError(f"--goal {answers.goal}: choose {', '.join(get_args(Goal))}")
@@ -102,7 +102,7 @@ def model_billions(model: str) -> float:
 Way: TypeAlias = Literal["full", "lora", "nf4"]
 
 
-def _way(answers: Answers, size: float) -> Way:
+def _way(answers: FirstAnswers, size: float) -> Way:
     """Return what is trained: the most that fits."""
     memory = GPUS[answers.gpu]
     if answers.gpu == "none":
@@ -142,14 +142,14 @@ def rate(goal: Goal, size: float, way: Way) -> float:
 # --- tables
 
 
-def _head(answers: Answers, size: float, way: Way) -> str:
+def _head(answers: FirstAnswers, size: float, way: Way) -> str:
     what = {"full": "all weights", "lora": "LoRA", "nf4": "LoRA on a base of 4 bits"}[way]
     recipe = {"rewards": "rl", "imitate": "sft", "prefer": "preference"}[answers.goal]
     where = "a CPU" if answers.gpu == "none" else f"a GPU of {GPUS[answers.gpu]:g} GiB"
     return f'# Written by tandem init: {what} of {size:.3g}B parameters, on {where}.\nrecipe = "{recipe}"'
 
 
-def _model(answers: Answers, way: Way) -> str:
+def _model(answers: FirstAnswers, way: Way) -> str:
     lines = ["[model]", f"path = {_quoted(answers.model)}"]
     if way == "lora":
         lines.append("lora = { rank = 16 }            # leave out to train every weight, with a tenth of train.lr")
@@ -167,7 +167,7 @@ def _environment(task: str) -> str:
     return f"[environment]\nname = {_quoted(task)}" + (f"\nparams = {{ prompt = {_quoted(prompt)} }}" if prompt else "")
 
 
-def _engine(answers: Answers, way: Way) -> list[str]:
+def _engine(answers: FirstAnswers, way: Way) -> list[str]:
     if answers.gpu == "none" or not answers.vllm:
         if answers.gpu == "none":
             return []
@@ -176,7 +176,7 @@ def _engine(answers: Answers, way: Way) -> list[str]:
     return [f'[engine]\nkind = "vllm"\nmemory_share = 0.3            # of the GPU\n\n[sync]\nbridge = "{bridge}"']
 
 
-def _rl(answers: Answers, size: float, way: Way) -> str:
+def _rl(answers: FirstAnswers, size: float, way: Way) -> str:
     on_cpu = answers.gpu == "none"
     groups, siblings = (8, 8) if on_cpu else (32, 16) if size < 3 else (16, 16)
     tokens = _SHORT if answers.task in _BUILT_IN else _MATHS if answers.task in ("gsm8k", "math") else _USUAL
@@ -194,7 +194,7 @@ def _rl(answers: Answers, size: float, way: Way) -> str:
     )
 
 
-def _micro(answers: Answers) -> list[str]:
+def _micro(answers: FirstAnswers) -> list[str]:
     """Return the most tokens of one pass, where the default is too many for the memory."""
     memory = GPUS[answers.gpu]
     if memory >= 80:
@@ -202,11 +202,11 @@ def _micro(answers: Answers) -> list[str]:
     return [f"micro_tokens = {2048 if memory < 16 else 4096}           # most tokens in one forward and backward pass"]
 
 
-def _eval(answers: Answers) -> str:
+def _eval(answers: FirstAnswers) -> str:
     return f"[eval]\ntasks = {64 if answers.gpu == 'none' else 256}"
 
 
-def _data(answers: Answers) -> str:
+def _data(answers: FirstAnswers) -> str:
     if answers.task.endswith((".jsonl", ".parquet")):
         return f'[data]\nkind = "file"\npath = {_quoted(answers.task)}'
     if "." in Path(answers.task).name:
@@ -214,7 +214,7 @@ def _data(answers: Answers) -> str:
     return f'[data]\nkind = "dataset"\nname = {_quoted(answers.task)}'
 
 
-def _supervised(answers: Answers, way: Way) -> str:
+def _supervised(answers: FirstAnswers, way: Way) -> str:
     batch = 16 if answers.gpu == "none" else 32
     rows = _rows(answers.task)
     epochs = 3 if answers.goal == "imitate" else 1
@@ -240,7 +240,7 @@ def _rows(task: str) -> int:
         return sum(1 for line in file if line.strip())
 
 
-def _from_scratch(answers: Answers) -> str:
+def _from_scratch(answers: FirstAnswers) -> str:
     """Return a spec of a preset, which knows nothing: RL needs a warm-up by demonstrations."""
     model = f'[model]\npreset = "{answers.model}"                 # made from scratch'
     if answers.goal != "rewards":
