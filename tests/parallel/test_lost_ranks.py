@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tomli_w
+
+from tandem.spec.load import parse_spec
 
 PROGRAM = Path(__file__).with_name("crew_member.py")
 SCENARIOS = {
@@ -73,3 +76,19 @@ def test_a_lost_rank_is_named(scenario):
 
 def test_a_rank_that_refuses_an_order_is_an_answer_and_the_crew_goes_on():
     assert play(2, "refuses") == ("SyncError", f"rank 1 on host {socket.gethostname()}: no engine")
+
+
+def test_a_rank_whose_rank_0_stands_still_before_they_have_met_ends_by_itself(tmp_path):
+    """A connection to a stopped process is accepted by the kernel, and never answered."""
+    spec = {"recipe": "sft", "model": {"preset": "tiny"}, "data": {"kind": "file", "path": "rows.jsonl"},
+            "train": {"steps": 1, "lr": 1e-3}, "parallel": {"ranks": 2, "deadline_s": 6.0}}  # fmt: skip
+    (tmp_path / "spec.toml").write_text(tomli_w.dumps(parse_spec(spec).model_dump(mode="json", exclude_none=True)))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(silent.getsockname()[1])}  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem.recipes.follower", str(tmp_path)],
+            env=os.environ | place, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 0 has not answered for" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 
@@ -20,3 +21,9 @@ def is_there(process: str) -> bool:
     """Return whether the process exists; a stopped one does."""
     pid = process.partition(":")[0]
     return pid.isdecimal() and identity(int(pid)) == process
+
+
+def age_s() -> float:
+    """Return for how many seconds this process has existed; 0 where that is not known."""
+    ticks = identity().partition(":")[2]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0

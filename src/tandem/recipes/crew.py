@@ -7,8 +7,10 @@ command line, and all must see the run's directory.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -39,6 +41,7 @@ _LAUNCHER = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
+_log = logging.getLogger(__name__)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOOK_S = 0.2
 _SETTLE_S = 1.0
@@ -77,14 +80,28 @@ def launched() -> Iterator[None]:
             build.call_off(_given_store())
 
 
-def follow(spec: RunSpec, directory: Path | None = None) -> None:
+def follow(spec: RunSpec, directory: Path | None = None, *, patience_s: float | None = None) -> None:
     """Run the rank that the launcher's variables name (not rank 0) until rank 0 ends the run. `directory`: the run's,
-    if the command line of this rank names it."""
+    if the command line of this rank names it. `patience_s`: end if rank 0's store does not answer within this time;
+    None: torch decides."""
     from tandem.build import crew as build
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_ranks = _local()
-    build.follow(_given_store(), rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks, directory=directory)
+    connected = threading.Event()
+    if patience_s is not None:
+        threading.Thread(target=_end_unless, args=(connected, patience_s), name="connect", daemon=True).start()
+    store = _given_store()
+    connected.set()
+    build.follow(store, rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks, directory=directory)
+
+
+def _end_unless(connected: threading.Event, patience_s: float) -> None:
+    """End this process unless it is connected in time: a connection to a process that stands still has no deadline."""
+    if not connected.wait(patience_s):
+        _log.error("this rank ends: rank 0 has not answered for %.0f s", patience_s)
+        logging.shutdown()
+        os._exit(1)
 
 
 @contextmanager

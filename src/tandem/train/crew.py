@@ -108,12 +108,12 @@ class Crew:
         self.hosts: list[str] = []
         """The name of each rank's host, once all are there."""
         self._store = _prefixed(store)
+        watcher = _Watcher(self)
+        threading.Thread(target=watcher.guard, name="crew", daemon=True).start()  # before the store is asked anything
         self._watched = self._store.clone()  # a wait of one thread holds its client
         self._set(f"host/{rank}", self.host)
         self._set(f"alive/{rank}", self._sign(0))
-        watcher = _Watcher(self, self._watched)
-        for work in (watcher.run, watcher.guard):
-            threading.Thread(target=work, name="crew", daemon=True).start()
+        threading.Thread(target=watcher.run, args=(self._watched,), name="crew", daemon=True).start()
         if not self._get("host/0"):
             raise SystemExit(0)  # rank 0 has nothing to train
         self._wait([f"host/{each}" for each in range(ranks)], _MEET_S)
@@ -359,8 +359,10 @@ def abort_all(groups: Iterable[Any], device: torch.device) -> None:
 class _Watcher:
     """On a thread of its own: says that this rank lives, and looks whether the others do."""
 
-    def __init__(self, crew: Crew, store: Any) -> None:
-        self._crew, self._store = crew, store
+    _store: Any
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
         self._beat = 0
         self._signs: dict[int, tuple[str, float]] = {}
         self._moved = ("", 0.0)
@@ -375,8 +377,8 @@ class _Watcher:
             if (silent_s := time.monotonic() - self._looked_at) > crew._deadline_s:
                 self._leave(f"rank 0 shows no sign of life for {silent_s:.0f} s")
 
-    def run(self) -> None:
-        crew = self._crew
+    def run(self, store: Any) -> None:
+        crew, self._store = self._crew, store
         while not crew._ended:
             self._beat += 1
             now = time.monotonic()
