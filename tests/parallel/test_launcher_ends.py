@@ -47,7 +47,7 @@ def test_a_rank_killed_under_torchrun_is_named_on_the_terminal(tmp_path, every):
     with two_ranks(tmp_path, every) as agent:
         os.kill(processes_of(tmp_path / "run")[1], signal.SIGKILL)
         said, _ = agent.communicate(timeout=60)
-    assert f"RankLost: rank 1 on host {socket.gethostname()}: shows no sign of life" in " ".join(said.split())
+    assert f"RankLost: rank 1 on host {socket.gethostname()}: shows no sign of life" in " ".join(said.split()), said
 
 
 def test_a_run_that_torchrun_is_asked_to_end_saves(tmp_path):

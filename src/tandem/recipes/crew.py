@@ -156,10 +156,24 @@ def _launcher_heard(crew: Crew) -> Iterator[None]:
     except ValueError:  # another thread than the main one: signals are not this run's
         yield
         return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_look_at_signals, args=(reading, crew), name="launcher", daemon=True).start()
     try:
         yield
     finally:
+        signal.set_wakeup_fd(before)
+        os.close(writing)
         signal.signal(signal.SIGTERM, signal.SIG_IGN if crew.broken else usual)
+
+
+def _look_at_signals(reading: int, crew: Crew) -> None:
+    """Look for a lost rank at each SIGTERM. The main thread may wait for that rank, and hears of signals afterwards."""
+    while numbers := os.read(reading, 16):
+        if signal.SIGTERM in numbers:
+            crew.lost_by_now()
+    os.close(reading)
 
 
 def refuse_unreachable(crew: Crew, spec: RunSpec) -> None:
