@@ -36,9 +36,9 @@ class Ascii:
 def torch_as_it_was() -> Iterator[None]:
     import torch
 
-    before = torch.get_deterministic_debug_mode()
+    before = torch.are_deterministic_algorithms_enabled()
     yield
-    torch.set_deterministic_debug_mode(before)
+    torch.use_deterministic_algorithms(before)
 
 
 def view() -> LiveView:

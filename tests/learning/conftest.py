@@ -25,9 +25,9 @@ def _settings_of_torch_end_with_the_test() -> Iterator[None]:
     """A deterministic run switches torch for the whole process."""
     import torch
 
-    before = torch.get_deterministic_debug_mode()
+    before = torch.are_deterministic_algorithms_enabled()
     yield
-    torch.set_deterministic_debug_mode(before)
+    torch.use_deterministic_algorithms(before)
 
 
 class Trained:

@@ -221,7 +221,7 @@ def test_inside_a_checkpoint_and_with_determinism_asked_for_the_gradient_is_the_
     def half(hidden_CH: Tensor, ids_C: Tensor) -> Tensor:
         return score(hidden_CH, weight_VH, ids_C, num_ids=VOCAB, workspace_bytes=SMALL)[0]
 
-    torch.set_deterministic_debug_mode("error")
+    torch.use_deterministic_algorithms(True)
     try:
         halves = [
             checkpoint(half, hidden_CH, ids_C, use_reentrant=False)
@@ -229,7 +229,7 @@ def test_inside_a_checkpoint_and_with_determinism_asked_for_the_gradient_is_the_
         ]
         torch.cat([part for part in halves if isinstance(part, Tensor)]).backward(grad_N)
     finally:
-        torch.set_deterministic_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
     assert len(arrived) == 1
     assert expected is not None
     torch.testing.assert_close(arrived[0], expected, atol=1e-6, rtol=1e-6)

@@ -12,7 +12,6 @@ from tandem.build import optimizers, run_engines, standalone_engines, training
 from tandem.data.conversation import Conversation
 from tandem.engine.restartable import RestartableEngine, Under
 from tandem.errors import SpecError
-from tandem.io.gguf.directory import model_directory
 from tandem.online.messages import Teaching
 from tandem.online.ordinary_prompts import OrdinaryPrompts
 from tandem.online.self_distillation import JudgedAnswers
@@ -310,9 +309,8 @@ def revival(standalone: standalone_engines.Alone) -> Callable[[], Awaitable[None
 
 def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
     """Return the directory that vLLM loads before the first version arrives: same architecture and tokenizer."""
-    source = spec.model.path if isinstance(spec.model, PathModel) and spec.model.warm_start is None else ""
-    if source and (there := Path(model_directory(source))).is_dir():
-        return there.resolve()
+    if (directory := run_engines.untouched_directory(spec.model)) is not None:
+        return directory
     path = (data_dir / "model").resolve()
     if not path.exists():
         assert isinstance(spec.model, PathModel | PresetModel)

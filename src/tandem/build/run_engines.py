@@ -20,7 +20,7 @@ from tandem.io.gguf.directory import model_directory
 from tandem.protocols import Engine, WeightBridge
 from tandem.publish import Call, Canary, Publisher
 from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
-from tandem.spec.model import PathModel
+from tandem.spec.model import ModelSpec, PathModel
 from tandem.spec.run import RlSpec
 from tandem.spec.sync import (
     AdapterBroadcastSync,
@@ -248,11 +248,18 @@ def gpu_environment(engine: ServerEngineSpec | VllmEngineSpec, replica: int, dev
     return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[n] for n in gpus)}
 
 
+def untouched_directory(model: ModelSpec) -> Path | None:
+    """Return the directory whose weights the model begins with, unchanged; None if there is none."""
+    if not isinstance(model, PathModel) or model.warm_start is not None:
+        return None
+    directory = Path(model_directory(model.path))
+    return directory.resolve() if directory.is_dir() else None
+
+
 def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
     """Return the directory that an engine process loads before the first version arrives: same model and tokenizer."""
-    source = spec.model.path if isinstance(spec.model, PathModel) and spec.model.warm_start is None else ""
-    if source and (there := Path(model_directory(source))).is_dir():
-        return there.resolve()
+    if (directory := untouched_directory(spec.model)) is not None:
+        return directory
     from tandem.build.training import export
 
     path = (home / "model").resolve()

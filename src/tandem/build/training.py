@@ -122,8 +122,7 @@ def settle_torch(spec: RunSpec) -> Any:
 
     torch.manual_seed(spec.seed)
     device = pick_device(spec.device)
-    # As torch.use_deterministic_algorithms, which also imports the compiler: a second of every start.
-    torch.set_deterministic_debug_mode("error" if spec.deterministic and device.type == "cpu" else "default")
+    torch.use_deterministic_algorithms(spec.deterministic and device.type == "cpu")
     # Filling fresh memory with NaN finds bugs, not differences, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     return device
