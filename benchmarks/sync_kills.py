@@ -88,7 +88,7 @@ def train(mode: str, home: Path, number: int, version: int, engine: Mapping[str,
     from tandem.errors import TandemError
 
     spec = spec_of(mode, home / "model", engine)
-    model = training.run_model(spec, None, spec.engine.max_context)
+    model = training.run_model(spec, None)
     try:
         asyncio.run(publish_for_ever(spec, model, home, number, version, journal))
     except TandemError as error:

@@ -84,7 +84,7 @@ async def check(
 ) -> dict[str, Any]:
     spec = spec_of(mode, backend, tensor_parallel, checkpoint, python)
     torch.cuda.empty_cache()
-    model = training.run_model(spec, None, spec.engine.max_context)
+    model = training.run_model(spec, None)
     joined = run_engines.join(spec, model, home)
     proofs: list[Proof] = []
     meetings: list[Any] = []

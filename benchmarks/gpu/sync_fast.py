@@ -122,7 +122,7 @@ async def of_the_base(engine: dict[str, Any], streams: int) -> list[int]:
 async def measure(mode: str, checkpoint: Path, engine: dict[str, Any], home: Path, arguments: Any) -> dict[str, Any]:
     spec = spec_of(mode, checkpoint, engine, arguments)
     began = time.perf_counter()
-    model = training.run_model(spec, None, spec.engine.max_context)
+    model = training.run_model(spec, None)
     joined = run_engines.join(spec, model, home)
     proofs: list[Proof] = []
     publisher = run_engines.publisher(joined, model, 600.0, asyncio.to_thread, proofs.append)

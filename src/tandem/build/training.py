@@ -137,9 +137,10 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def run_model(spec: RunSpec, crew: Crew | None, max_context: int = 0) -> BuiltModel:
+def run_model(spec: RunSpec, crew: Crew | None) -> BuiltModel:
     """Build the model of a run: in this process, or on all ranks of the crew."""
     device = settle_torch(spec)
+    max_context = getattr(getattr(spec, "engine", None), "max_context", 0)  # SFT has no engine
     if crew is not None:
         return crew.order("model", max_context=max_context)[0]
     return model(spec.model, spec.precision, spec.seed, device, max_context, num_shares=spec.parallel.num_shares)

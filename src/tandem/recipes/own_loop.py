@@ -57,7 +57,7 @@ class Trainer:
         self._spec = checked
         self._temporary = "" if directory else tempfile.mkdtemp(prefix="tandem-")
         self._runner = asyncio.Runner()
-        self._model = training.run_model(checked, None, getattr(checked.engine, "max_context", 0))
+        self._model = training.run_model(checked, None)
         with own_code.session(objects.by_name()):
             made = training.algorithm(checked.algorithm, checked.train.max_tokens)
             if made.needs_reference:
