@@ -30,6 +30,7 @@ LAYERS = (
     ("publish",),
     ("loop", "runs", "online"),
     ("serve",),
+    ("control",),
     ("build",),
     ("recipes",),
     ("cli", "__init__", "__main__"),
@@ -47,7 +48,10 @@ SIDEWAYS = {
 CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}
 COMPOSITION_ROOT = "build"
 
-HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm"}
+HEAVY = {
+    "torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm", "sqlalchemy",
+    "alembic", "psycopg",
+}  # fmt: skip
 LIGHT = (
     "cli/",
     "spec/",
