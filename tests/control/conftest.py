@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,19 +21,18 @@ BINARIES = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=T
 
 
 @pytest.fixture(scope="session")
-def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres_url() -> Iterator[str]:
     """The URL of a PostgreSQL server of this session's own."""
     if not (BINARIES / "postgres").exists():
         if os.environ.get("CI"):
             pytest.fail("PostgreSQL is not installed: apt-get install postgresql")
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    data = tmp_path_factory.mktemp("postgres") / "data"
-    user = "postgres" if os.geteuid() == 0 else None  # it refuses to run as root
+    place = Path(tempfile.mkdtemp(prefix="tandem-postgres-"))  # pytest's own directories are closed to other users
+    data, user = place / "data", "postgres" if os.geteuid() == 0 else None  # it refuses to run as root
     data.mkdir()
     if user:
-        for each in [data, *list(data.parents)[:3]]:
-            each.chmod(0o755)
-        subprocess.run(["chown", user, data], check=True)
+        place.chmod(0o755)
+        shutil.chown(data, user)
     subprocess.run([BINARIES / "initdb", "-A", "trust", "-U", "postgres", "-D", data], user=user, cwd="/", check=True,
                    capture_output=True)  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -51,8 +53,9 @@ def postgres_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         engine.dispose()
         yield url
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)  # it ends at once; at SIGTERM it waits for its clients
         server.wait(timeout=30)
+        shutil.rmtree(place)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])

@@ -41,7 +41,7 @@ from tandem.types import Handle, Job, Sight
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 16  # steps; a launch over ssh takes a second
+_LAUNCHES_AT_ONCE = 16  # one over ssh takes a second
 _END_GRACE_S = 5.0
 
 Decide = Callable[[RunView, AttemptView | None, Sequence[Sight] | None, int], Step]
@@ -64,7 +64,7 @@ class Reconciler:
         self._prefix, self._clock, self._decide = prefix, clock, decide
         self._settled: set[Handle] = set()  # seen dead, and closed: not looked at again
         self._ending: dict[tuple[str, Handle], asyncio.Task[None]] = {}
-        self._awake = asyncio.Event()
+        self._awake, self._launching = asyncio.Event(), asyncio.Semaphore(_LAUNCHES_AT_ONCE)
 
     def wake(self) -> None:
         """Begin the next pass now: a row has changed."""
@@ -92,20 +92,20 @@ class Reconciler:
         rows = await self._store.read(transitions.live)
         looks = await asyncio.gather(*(self._look(target, listed, rows) for target, listed in listings.items()))
         sights = dict(zip(listings, looks, strict=True))
-        at_once, stepped = asyncio.Semaphore(_AT_ONCE), False
+        stepped = False
 
         async def step(run: RunView, attempt: AttemptView | None) -> None:
             nonlocal stepped
-            async with at_once:
-                seen = None if attempt is None else sights.get(attempt.target, {}).get(attempt.name)
-                next_step = self._decide(run, attempt, seen, self._clock())
-                try:
-                    stepped |= await self._do(run, attempt, next_step)
-                except Conflict as error:
-                    _log.info("looked again: %s", error)  # another writer was first
+            seen = None if attempt is None else sights.get(attempt.target, {}).get(attempt.name)
+            next_step = self._decide(run, attempt, seen, self._clock())
+            try:
+                if await self._do(run, attempt, next_step):
                     stepped = True
-                except StoreError as error:
-                    _log.error("%s: %s", run.id, error)  # full or gone; the next pass decides again
+            except Conflict as error:
+                _log.info("looked again: %s", error)  # another writer was first
+                stepped = True
+            except StoreError as error:
+                _log.error("%s: %s", run.id, error)  # full or gone; the next pass decides again
 
         async with asyncio.TaskGroup() as group:
             for run, attempt in rows:
@@ -175,7 +175,8 @@ class Reconciler:
     async def _launch(self, run: RunView, attempt: AttemptView) -> bool:
         """Ask for the job. An answer that is no answer writes nothing: the next pass finds the job, or asks again."""
         try:
-            handle = await self._providers[attempt.target].launch(self._job_of(attempt))
+            async with self._launching:
+                handle = await self._providers[attempt.target].launch(self._job_of(attempt))
         except (MaybeLaunched, ProviderSilent) as error:
             _log.warning("%s: %s", attempt.name, error)
             return False
