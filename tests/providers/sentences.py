@@ -196,7 +196,7 @@ def test_end_kills_what_ignores_sigterm_after_the_grace(place: Place) -> None:
 def test_end_leaves_no_process_behind_even_in_a_session_of_its_own(place: Place) -> None:
     word = f"31{os.getpid()}{next(_names)}"
     handle = begun(
-        place, sh(f"setsid sleep {word} & sleep {word} & echo ready; trap '' TERM; while :; do sleep 0.1; done")
+        place, sh(f"(setsid sleep {word} &); sleep {word} & echo ready; trap '' TERM; while :; do sleep 0.1; done")
     )
     wait_for_text(place, handle, "ready")
     assert len(processes_with(f"sleep {word}")) >= 2
