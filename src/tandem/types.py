@@ -405,10 +405,13 @@ class Offer:
     """How many hosts of this kind there are."""
     usd_per_hour: float = 0.0
     """Of one host; 0 where the provider charges nothing."""
+    fits: bool = True
+    """Whether this offer can ever meet the need."""
     now: bool = True
-    """Whether a job would begin at once. False with an empty `why_not`: it would wait in the provider's queue."""
+    """Whether a job would begin at once. If it would not, but fits: the provider's queue takes it, or it is refused
+    while the host is busy; `why_not` says which."""
     why_not: str = ""
-    """Why this need cannot be met here; empty if it can."""
+    """Why a job would not begin at once, or never; empty if it would."""
 
 
 @dataclass(frozen=True, slots=True)
