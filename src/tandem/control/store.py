@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy import event, exc
 from sqlalchemy.orm import Session
 
 from tandem.control.migrate import migrate
@@ -103,7 +104,7 @@ class Store:
         try:
             with Session(self.engine, expire_on_commit=False) as session:
                 return query(session)
-        except sa.exc.OperationalError as error:
+        except exc.OperationalError as error:
             raise StoreBroken(f"the database does not answer: {error.orig}") from error
 
     # --- the writer's thread
@@ -129,7 +130,7 @@ class Store:
                 self._connection = self._connect()
             with self._connection.begin():
                 done = [each for each in batch if self._apply(self._connection, each)]
-        except (StoreError, sa.exc.DBAPIError, OSError) as error:
+        except (StoreError, exc.DBAPIError, OSError) as error:
             refusal = self._undone(error)
             for each in batch:
                 if not each.future.done():
@@ -144,7 +145,7 @@ class Store:
             with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as session:
                 write.result = write.change(session)
                 session.commit()  # releases the savepoint
-        except sa.exc.OperationalError:
+        except exc.OperationalError:
             raise  # the database's own failure, which ends the whole transaction
         except Exception as error:  # noqa: BLE001 - the caller's own failure, which is handed back to it
             write.future.set_exception(error)
@@ -177,7 +178,7 @@ class Store:
     def _drop(self) -> None:
         connection, self._connection = getattr(self, "_connection", None), None
         if connection is not None:
-            with suppress(sa.exc.DBAPIError):
+            with suppress(exc.DBAPIError):
                 connection.invalidate()  # not back into the pool: the lock must end with it
                 connection.close()
 
@@ -187,14 +188,14 @@ def _engine(url: str) -> sa.Engine:
         return sa.create_engine(url, pool_pre_ping=True)
     engine = sa.create_engine(url, connect_args={"timeout": 30})
 
-    @sa.event.listens_for(engine, "connect")
+    @event.listens_for(engine, "connect")
     def settings(connection: sqlite3.Connection, _: Any) -> None:  # pyright: ignore[reportUnusedFunction]
         connection.isolation_level = None  # the driver's own BEGIN comes too late for savepoints
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA foreign_keys=ON")
 
-    @sa.event.listens_for(engine, "begin")
+    @event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:  # pyright: ignore[reportUnusedFunction]
         connection.exec_driver_sql("BEGIN")
 
