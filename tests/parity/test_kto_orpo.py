@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,10 +49,11 @@ def module_of(noise: float = 0.0) -> LlamaForCausalLM:
     from transformers import LlamaConfig
 
     torch.manual_seed(0)
+    attention: Any = {"attn_implementation": "sdpa"}
     config = LlamaConfig(
         vocab_size=len(byte_tokenizer()), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, intermediate_size=48, max_position_embeddings=128, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None, **{"attn_implementation": "sdpa"},
+        bos_token_id=None, eos_token_id=None, pad_token_id=None, **attention,
     )  # fmt: skip
     module = LlamaForCausalLM(config)
     with torch.no_grad():
