@@ -334,6 +334,7 @@ class Algorithm:
     needs_reference: bool = False                         # whether the loss uses reference logprobs
     credit_is_all: bool = True                            # whether a sample without credit teaches nothing
     together: bool = False                                # whether siblings must share a micro-batch
+    needs_kl: bool = False                                # whether the loss uses an estimate of the KL over the step
 
 
 class Provider(Protocol):

@@ -235,6 +235,8 @@ class MicroBatch:
     """Which of the step's groups each sequence belongs to."""
     reference_N: Tensor | None = None
     """Logprobs of the reference policy (or of the teacher), where the algorithm asks for them."""
+    kl: float = 0.0
+    """KL(policy, reference), estimated on the step's `Batch.mismatched`, where the algorithm asks for it."""
     hold: float = 0.0
     """Not 0: these tokens are not learned. The loss is the policy's KL divergence from the reference at each of them,
     over the whole vocabulary, times this."""
@@ -248,6 +250,8 @@ class Batch:
     totals: Totals
     metrics: Metrics = field(default_factory=dict[str, float])
     task_ids: list[str] = field(default_factory=list[str])
+    mismatched: list[MicroBatch] = field(default_factory=list["MicroBatch"])
+    """Samples without credit, where the algorithm asks for an estimate of the KL on them. They have no gradient."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from tandem.spec.online import load_online_spec
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LEARNS = ("sft", "preference", "own_environment", "own_loss", "multi_turn", "rl_async")
+LEARNS = ("sft", "preference", "orpo", "kto", "own_environment", "own_loss", "multi_turn", "rl_async")
 ELSEWHERE = {
     "quickstart": "tests/learning/test_quickstart.py",
     "online": "tests/http/test_online_take_home.py",
