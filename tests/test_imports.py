@@ -25,7 +25,7 @@ LAYERS = (
     ("errors", "types"),
     ("spec",),
     ("protocols", "obs", "io", "ops", "data"),
-    ("text", "env", "algo", "optim", "model", "bridge", "engine"),
+    ("text", "env", "algo", "optim", "model", "bridge", "engine", "providers"),
     ("rollout", "train", "vllm_worker"),
     ("publish",),
     ("loop", "runs", "online"),
@@ -44,7 +44,7 @@ SIDEWAYS = {
 }
 
 # Concrete classes: behind protocols.py, and named by build/ alone; in vLLM's worker processes, by vllm_worker/.
-CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}
+CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train", "providers"}
 COMPOSITION_ROOT = "build"
 
 HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm"}
@@ -53,6 +53,7 @@ LIGHT = (
     "spec/",
     "runs/",
     "serve/runs.py",
+    "providers/",
     "__init__.py",
     "__main__.py",
     "errors.py",

@@ -43,6 +43,7 @@ PYTHON_FUNCTION = {
     "watch": "watch_run",
     "samples": "samples",
     "runs": "list_runs",
+    "targets": "list_targets",
     "env list": "list_environments",
     "eval": "evaluate_model",
     "export": "export_run",

@@ -34,6 +34,7 @@ from tandem.cli.rollouts import rollouts_app
 from tandem.cli.runs import env_list, runs
 from tandem.cli.samples import samples
 from tandem.cli.sync import sync_app
+from tandem.cli.targets import targets
 from tandem.errors import TandemError
 
 app = typer.Typer(
@@ -554,6 +555,7 @@ env_app.command("check")(env_check)
 app.command()(init)
 app.command()(samples)
 app.command()(runs)
+app.command()(targets)
 env_app.command("list")(env_list)
 
 
