@@ -72,6 +72,10 @@ def _said(directory: Path, rows: int) -> dict[str, Any]:
         raise ValueError(f"its tokenizer is '{model.get('type')}'; GGUF files are written with BPE alone")
     tokens, kinds = _vocabulary(told, rows)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if not merges:
+        raise ValueError(
+            "its tokenizer has no merges, as those of model.preset, and llama.cpp loads no file without any"
+        )
     said: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
     if model.get("byte_fallback"):
         ranks: dict[str, int] = {}

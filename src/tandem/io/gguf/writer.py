@@ -132,16 +132,7 @@ def _write(
 
 def _writer(gguf: Any, path: Path, said: Mapping[str, Any]) -> Any:
     """Return the package's writer with all fields."""
-    types, pack = gguf.GGUFValueType, gguf.GGUFWriter._pack_val
-
-    class Writer(gguf.GGUFWriter):
-        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
-            if vtype is not types.ARRAY or len(val):
-                return pack(self, val, vtype, add_vtype, sub_type)
-            head = self._pack("I", vtype) if add_vtype else b""  # the package refuses an empty array: no merges
-            return head + self._pack("I", types.STRING) + self._pack("Q", 0)
-
-    writer: Any = Writer(str(path), said["general.architecture"])
+    writer: Any = gguf.GGUFWriter(str(path), said["general.architecture"])
     adders: dict[Any, Any] = {
         bool: writer.add_bool,
         int: writer.add_uint32,
