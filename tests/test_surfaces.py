@@ -44,6 +44,7 @@ PYTHON_FUNCTION = {
     "samples": "samples",
     "feedback": "feedback_rows",
     "runs": "list_runs",
+    "targets": "list_targets",
     "env list": "list_environments",
     "eval": "evaluate_model",
     "export": "export_run",

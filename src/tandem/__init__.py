@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.recipes.serve import serve_model as serve_model
     from tandem.recipes.sweep import sweep as sweep
     from tandem.recipes.sync_bench import bench_sync as bench_sync
+    from tandem.recipes.targets import list_targets as list_targets
     from tandem.runs.artifacts import fetch_artifact as fetch_artifact
     from tandem.runs.artifacts import list_artifacts as list_artifacts
     from tandem.runs.compare import compare_runs as compare_runs
@@ -99,6 +100,7 @@ _API = {
     "audit_sync": "tandem.obs.sync_audit",
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
+    "list_targets": "tandem.recipes.targets",
     "evaluate_model": "tandem.recipes.evaluation",
     "measure_base_rate": "tandem.recipes.base_rate",
     "write_first_spec": "tandem.runs.first_spec",

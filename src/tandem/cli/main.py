@@ -35,6 +35,7 @@ from tandem.cli.rollouts import rollouts_app
 from tandem.cli.runs import env_list, runs
 from tandem.cli.samples import samples
 from tandem.cli.sync import sync_app
+from tandem.cli.targets import targets
 from tandem.errors import TandemError
 
 app = typer.Typer(
@@ -555,6 +556,7 @@ app.command()(init)
 app.command()(samples)
 app.command("feedback")(feedback_command)
 app.command()(runs)
+app.command()(targets)
 env_app.command("list")(env_list)
 
 
