@@ -42,6 +42,7 @@ PYTHON_FUNCTION = {
     "report": "write_report",
     "watch": "watch_run",
     "samples": "samples",
+    "feedback": "feedback_rows",
     "runs": "list_runs",
     "targets": "list_targets",
     "env list": "list_environments",

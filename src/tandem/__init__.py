@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.env.human_player import try_environment as try_environment
     from tandem.env.load import load_environment as load_environment
     from tandem.env.scaffold import new_environment as new_environment
+    from tandem.io.chat_feedback import feedback_rows as feedback_rows
     from tandem.io.kept_samples import samples as samples
     from tandem.obs.report import write_report as write_report
     from tandem.obs.rollouts_status import rollouts_status as rollouts_status
@@ -94,6 +95,7 @@ _API = {
     "write_report": "tandem.obs.report",
     "watch_run": "tandem.runs.watch",
     "samples": "tandem.io.kept_samples",
+    "feedback_rows": "tandem.io.chat_feedback",
     "list_runs": "tandem.runs.run_list",
     "audit_sync": "tandem.obs.sync_audit",
     "sync_status": "tandem.obs.sync_status",

@@ -95,4 +95,8 @@ def test_a_notebook_runs_cell_by_cell(path: Path, monkeypatch: pytest.MonkeyPatc
     for cell in code:
         exec(compile(cell, path.name, "exec"), names)
     (directory,) = Path("runs").iterdir()
-    assert status(str(directory))["state"] == "succeeded"
+    if path.stem == "own_loop":
+        assert names["means"][-1] > 1.7 * names["means"][0]
+        assert (directory / "export" / "model.safetensors").exists()
+    else:
+        assert status(str(directory))["state"] == "succeeded"

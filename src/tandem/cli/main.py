@@ -15,6 +15,7 @@ from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
 from tandem.cli.engine import engine_app
 from tandem.cli.env_check import env_check
+from tandem.cli.feedback import feedback_command
 from tandem.cli.init import init
 from tandem.cli.model import model_app
 from tandem.cli.online import online_app
@@ -280,13 +281,16 @@ def serve(
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
     thinking: Thinking = False,
+    feedback: Annotated[
+        bool, typer.Option("--feedback", help="Keep each chat in --data-dir, up to 1 GiB, and take thumbs for its id.")
+    ] = False,
 ) -> None:
     """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
     from tandem.recipes.serve import default_data_dir, serve_model
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
-    serve_model(source, listen, thinking=thinking)
+    serve_model(source, listen, thinking=thinking, feedback=feedback)
 
 
 @app.command()
@@ -554,6 +558,7 @@ app.command()(atropos)
 env_app.command("check")(env_check)
 app.command()(init)
 app.command()(samples)
+app.command("feedback")(feedback_command)
 app.command()(runs)
 app.command()(targets)
 env_app.command("list")(env_list)
