@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 
 import tandem
+from tandem.recipes.serve import find_model, load_model
+from tandem.spec.engine import HfEngineSpec
 from tandem.spec.load import load_spec
 from tandem.spec.online import load_online_spec
+from tandem.types import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,6 +74,24 @@ def test_a_spec_is_read_and_begins_with_its_command(path: Path):
 def test_an_example_learns(name: str):
     ended = trained(name, "runs/example")
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
+
+
+def test_a_table_of_tickets_ends_in_a_served_model_that_sorts_them():
+    trained("sft", "runs/tickets")
+    path, _, version = find_model("runs/tickets")
+    model, engine = load_model(path, version, HfEngineSpec(), thinking=False, inline=True)
+    rows = [json.loads(line) for line in (EXAMPLES / "data" / "tickets.jsonl").read_text().splitlines()][:24]
+
+    async def ask() -> list[str]:
+        sampling = Sampling(max_tokens=12, temperature=0.0)
+        prompts = [model.renderer.prompt([{"role": "user", "content": row["prompt"]}]) for row in rows]
+        try:
+            return [model.renderer.visible((await engine.generate(prompt, sampling)).ids) for prompt in prompts]
+        finally:
+            await engine.close()
+
+    right = [answer == row["completion"] for answer, row in zip(asyncio.run(ask()), rows, strict=True)]
+    assert (version, sum(right) >= 22) == (120, True), right
 
 
 def test_a_student_learns_from_a_teacher():

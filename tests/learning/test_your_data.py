@@ -19,6 +19,7 @@ COMMANDS = [
     line.partition("#")[0].split()[1:]
     for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     for line in block.splitlines()
+    if not line.startswith(("tandem chat", "tandem serve"))
 ]
 HUB = 'path = "HuggingFaceTB/SmolLM2-135M-Instruct"'
 
