@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 
-.PHONY: install docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -18,6 +18,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -c 'import matplotlib.font_manager'  # builds its font cache once, here and not in the first run
 	$(BIN)/pyright --version > /dev/null  # fetches what it runs on, where the machine has no node
 	touch $(STAMP)
+
+# The servers that tests/providers starts, from Debian or Ubuntu, as root; without them its tests are skipped.
+install-system:
+	apt-get update -qq
+	apt-get install --yes --no-install-recommends openssh-server openssh-client procps
 
 quickstart: install
 	$(BIN)/tandem train examples/quickstart.toml --set device=cpu

@@ -35,6 +35,9 @@ SLOW = {
     "parity/test_by_owner.py": "updates of three ranks beside one",
     "parallel/test_launcher_ends.py": "runs under a launcher that end early",
     "parallel/test_two_agents.py": "whole runs under two agents of torchrun",
+    "http/test_online.py": "an online server that is stopped and taught again and again",
+    "parity/test_optimizers.py": "many steps beside the published optimizers",
+    "unit/test_plan_ranks.py": "plans of many layouts",
     "http/test_gateway_service.py": "gateways in processes of their own, some of them killed",
     "unit/test_env_maths.py": "scorers that stand still until their deadline",
     "parallel/test_load_rows.py": "the memory of ranks that load a model",
@@ -43,6 +46,8 @@ SLOW = {
     "http/test_service_start_and_end.py": "services that are ended in the middle of answers",
     "http/test_rollouts_cli.py": "commands against a rollout service of their own",
     "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
+    "providers/test_local.py": "jobs on this machine, ended and launched many times",
+    "providers/test_ssh.py": "a real sshd, some times killed",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""
 TOGETHER = ["tests/parallel"]

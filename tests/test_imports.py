@@ -25,11 +25,12 @@ LAYERS = (
     ("errors", "types"),
     ("spec",),
     ("protocols", "obs", "io", "ops", "data"),
-    ("text", "env", "algo", "optim", "model", "bridge", "engine"),
+    ("text", "env", "algo", "optim", "model", "bridge", "engine", "providers"),
     ("rollout", "train", "vllm_worker"),
     ("publish",),
     ("loop", "runs", "online"),
     ("serve",),
+    ("control",),
     ("build",),
     ("recipes",),
     ("cli", "__init__", "__main__"),
@@ -44,15 +45,19 @@ SIDEWAYS = {
 }
 
 # Concrete classes: behind protocols.py, and named by build/ alone; in vLLM's worker processes, by vllm_worker/.
-CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train"}
+CONCRETE = {"text", "algo", "optim", "model", "bridge", "engine", "train", "providers"}
 COMPOSITION_ROOT = "build"
 
-HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm"}
+HEAVY = {
+    "torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm", "sqlalchemy",
+    "alembic", "psycopg",
+}  # fmt: skip
 LIGHT = (
     "cli/",
     "spec/",
     "runs/",
     "serve/runs.py",
+    "providers/",
     "__init__.py",
     "__main__.py",
     "errors.py",

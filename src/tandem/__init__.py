@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.env.human_player import try_environment as try_environment
     from tandem.env.load import load_environment as load_environment
     from tandem.env.scaffold import new_environment as new_environment
+    from tandem.io.chat_feedback import feedback_rows as feedback_rows
     from tandem.io.kept_samples import samples as samples
     from tandem.obs.report import write_report as write_report
     from tandem.obs.rollouts_status import rollouts_status as rollouts_status
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.recipes.serve import serve_model as serve_model
     from tandem.recipes.sweep import sweep as sweep
     from tandem.recipes.sync_bench import bench_sync as bench_sync
+    from tandem.recipes.targets import list_targets as list_targets
     from tandem.runs.artifacts import fetch_artifact as fetch_artifact
     from tandem.runs.artifacts import list_artifacts as list_artifacts
     from tandem.runs.compare import compare_runs as compare_runs
@@ -93,10 +95,12 @@ _API = {
     "write_report": "tandem.obs.report",
     "watch_run": "tandem.runs.watch",
     "samples": "tandem.io.kept_samples",
+    "feedback_rows": "tandem.io.chat_feedback",
     "list_runs": "tandem.runs.run_list",
     "audit_sync": "tandem.obs.sync_audit",
     "sync_status": "tandem.obs.sync_status",
     "bench_sync": "tandem.recipes.sync_bench",
+    "list_targets": "tandem.recipes.targets",
     "evaluate_model": "tandem.recipes.evaluation",
     "measure_base_rate": "tandem.recipes.base_rate",
     "write_first_spec": "tandem.runs.first_spec",

@@ -37,6 +37,10 @@ TandemError
 ├── CheckpointUnsaved      too many saves in a row failed (a full disk, for example)
 ├── NoRoom                 the disk has too little space for the run to begin or to go on  (exit 2)
 ├── ArtifactError          an artifact could not be stored, or does not exist
+├── ProviderError          a provider did not do what it was asked
+│   ├── ProviderRefused    it cannot or may not: nothing was started; says why
+│   ├── ProviderSilent     a host or an API did not answer: nothing is known  (also TimeoutError)
+│   └── MaybeLaunched      the answer to a launch was lost: the job may run, or not
 ├── ProcessEnded           one process of a run ended, so the others were ended too
 ├── TemplateError          a chat template cannot be used token by token      (exit 2; also ValueError)
 ├── TextTooLong            a text has more tokens than the model's context    (also ValueError)
@@ -253,3 +257,20 @@ class RunFenced(RunError):
     """Another process took the run over. This one must not write any more."""
 
     exit_code = 1
+
+
+class ProviderError(TandemError):
+    """A provider did not do what it was asked."""
+
+
+class ProviderRefused(ProviderError):
+    """A provider cannot or may not do what it was asked. Nothing was started; the text says why."""
+
+
+class ProviderSilent(ProviderError, TimeoutError):
+    """A host or an API did not answer in time, or not with an answer. Nothing is known about its jobs."""
+
+
+class MaybeLaunched(ProviderError):
+    """The answer to a launch was lost: the job may run, or not. `Provider.find` tells, or a second launch: it starts
+    nothing twice."""

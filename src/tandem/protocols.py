@@ -19,13 +19,18 @@ from tandem.types import (
     Completion,
     Fingerprints,
     Group,
+    Handle,
+    Job,
     Message,
     Metrics,
     MicroBatch,
+    Need,
+    Offer,
     Outcome,
     Sampling,
     Sent,
     Served,
+    Sight,
     Task,
     Ticket,
     TokenLogprobs,
@@ -329,3 +334,18 @@ class Algorithm:
     needs_reference: bool = False                         # whether the loss uses reference logprobs
     credit_is_all: bool = True                            # whether a sample without credit teaches nothing
     together: bool = False                                # whether siblings must share a micro-batch
+    needs_kl: bool = False                                # whether the loss uses an estimate of the KL over the step
+
+
+class Provider(Protocol):
+    """Starts command lines on machines, watches them and ends them. What it knows outlives its process. Methods but
+    `look` raise ProviderRefused for what cannot be, and ProviderSilent where there is no answer."""
+
+    async def offers(self, need: Need) -> list[Offer]: ...   # what there is now, its price, why not; starts nothing
+    async def launch(self, job: Job) -> Handle: ...       # starts job.name, once ever; or MaybeLaunched
+    async def find(self, prefix: str) -> list[Handle]: ...   # the jobs it knows whose names begin so, ended ones too
+    async def look(self, handles: Sequence[Handle]) -> list[Sight]: ...   # one for each, in order; never raises
+    async def end(self, handle: Handle, grace_s: float) -> None: ...   # SIGTERM, wait, SIGKILL; again is harmless
+    async def read(
+        self, handle: Handle, path: str, offset: int, limit: int
+    ) -> bytes: ...                                       # of a file in the job's directory; empty: no such byte yet

@@ -235,6 +235,8 @@ class MicroBatch:
     """Which of the step's groups each sequence belongs to."""
     reference_N: Tensor | None = None
     """Logprobs of the reference policy (or of the teacher), where the algorithm asks for them."""
+    kl: float = 0.0
+    """KL(policy, reference), estimated on the step's `Batch.mismatched`, where the algorithm asks for it."""
     hold: float = 0.0
     """Not 0: these tokens are not learned. The loss is the policy's KL divergence from the reference at each of them,
     over the whole vocabulary, times this."""
@@ -248,6 +250,8 @@ class Batch:
     totals: Totals
     metrics: Metrics = field(default_factory=dict[str, float])
     task_ids: list[str] = field(default_factory=list[str])
+    mismatched: list[MicroBatch] = field(default_factory=list["MicroBatch"])
+    """Samples without credit, where the algorithm asks for an estimate of the KL on them. They have no gradient."""
 
 
 @dataclass(slots=True)
@@ -367,3 +371,88 @@ class Proof:
     """More than one where a partner had to be taken back."""
     transport: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of a bridge that has several: `requested`, `engaged`, and `why` it was none of the faster ones."""
+
+
+# --- command lines on other machines: what a control plane and a provider tell each other
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a job asks of each of its hosts, and for how long."""
+
+    gpus: int = 0
+    gpu_memory_gib: float = 0.0
+    """Of each GPU."""
+    gpu: str = ""
+    """A part of the GPU's name, as in "H100"; empty: any."""
+    cpus: int = 1
+    memory_gib: float = 0.0
+    disk_gib: float = 0.0
+    hosts: int = 1
+    """More than one: the provider starts the command line once on each, all or none."""
+    seconds: float = 0.0
+    """The longest that the job may run, for providers that ask; 0: as long as they allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One kind of host that a provider has, measured against a `Need`."""
+
+    name: str
+    """What `Job.offer` says to get this one; unique within the provider's offers."""
+    gpus: int = 0
+    gpu: str = ""
+    gpu_memory_gib: float = 0.0
+    cpus: int = 0
+    memory_gib: float = 0.0
+    hosts: int = 1
+    """How many hosts of this kind there are."""
+    usd_per_hour: float = 0.0
+    """Of one host; 0 where the provider charges nothing."""
+    fits: bool = True
+    """Whether this offer can ever meet the need."""
+    now: bool = True
+    """Whether a job would begin at once. If it would not, but fits: the provider's queue takes it, or it is refused
+    while the host is busy; `why_not` says which."""
+    why_not: str = ""
+    """Why a job would not begin at once, or never; empty if it would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A command line to start once, in a directory of its own on the machine."""
+
+    name: str
+    """Its key, unique among all jobs of all time: letters, digits, "-", "_" and ".", at most 100."""
+    argv: tuple[str, ...]
+    need: Need = Need()
+    offer: str = ""
+    """The name of the offer to take; empty: the provider chooses."""
+    env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    """Added to the environment of the command line. May hold secrets: never part of an argv or a log."""
+    grace_s: float = 120.0
+    """How long the job may take to end after SIGTERM, for providers that end jobs themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Where a job is. Plain text, so that it can be stored as JSON."""
+
+    name: str
+    """Of the job."""
+    key: str = ""
+    """What the provider calls it, a Slurm job id for example; empty where the name is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a provider sees of a job. It is a hint: a provider's word alone never ends an attempt."""
+
+    handle: Handle
+    state: Literal["waiting", "running", "ended", "gone", "unknown"]
+    """waiting: in the provider's queue. running: at least one of its processes lives. ended: its first process returned
+    `code`. gone: it does not run and never will, and no code is known. unknown: the host or the API did not answer."""
+    code: int | None = None
+    """The exit code, if it ended; 128 plus the signal that killed the process."""
+    why: str = ""
+    """In the provider's words: why it waits, is gone or is unknown."""

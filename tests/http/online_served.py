@@ -12,6 +12,7 @@ from online_common import ENDED, OnlineServer, fact, online_server
 __all__ = ["ENDED", "SPEC", "OnlineServer", "fact", "online_server"]
 
 SPEC = """
+feedback = true
 [model]
 preset = "tiny"
 [train]

@@ -17,6 +17,7 @@ import pytest
 from online_served import SPEC, OnlineServer, fact, online_server
 
 from privacy import readable_by_others
+from tandem.io.chat_feedback import feedback_rows
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +364,16 @@ def test_a_version_that_is_rated_worse_is_taken_back_by_itself(server: OnlineSer
     row = server.get("/audit")["audit"][0]
     assert (row["what"], row["who"], row["before"], row["version"]) == ("activate", "watch", worse, before[0])
     assert "'rating' went from 0.95 to 0.1333" in row["why"]
+
+
+def test_a_thumb_is_kept_with_its_chat(server: OnlineServer):
+    told = server.http.post("/v1/chat/completions", json={
+        "model": "online", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4,
+    }).json()  # fmt: skip
+    rated = server.http.post("/v1/feedback", json={"id": told["id"], "value": False, "better": "Good day."}).json()
+    assert rated["weight_version"] == told["weight_version"]
+    (pair,) = feedback_rows(server.data_dir)
+    assert (pair["prompt"][0]["content"], pair["chosen"][0]["content"]) == ("hello", "Good day.")
 
 
 def test_a_request_may_be_pinned_or_begin_again(server: OnlineServer):

@@ -53,7 +53,12 @@ WRONG_BY_HAND = [
     'tandem.run("a.toml").direktory',
     'tandem.plan_run("a.toml").fit',
     "tandem.resume(5)",
+    "tandem.Sampling(max_tokens=1).temprature",
+    'tandem.FirstAnswers("rewards", "a", "sort", "none", gpus=1)',
 ]
+VERBS = {"sample": '["a"]', "forward_backward": "[]", "optim_step": "", "publish": "", "save": '"a"', "load": '"a"',
+         "export": '"a"', "close": ""}  # fmt: skip
+"""The methods of tandem.Trainer, with what a user cannot leave out."""
 
 
 def required(name: str) -> list[str]:
@@ -76,6 +81,9 @@ def wrong_lines() -> Iterator[str]:
         for parameter in inspect.signature(function).parameters.values():
             if parameter.default is not parameter.empty:
                 yield f"tandem.{name}({', '.join([*arguments, f'{parameter.name}_=1'])})"
+    for verb, arguments in VERBS.items():
+        yield f'tandem.Trainer("a.toml").{verb}({", ".join(filter(None, [arguments, "mispelt=1"]))})'
+        yield f'tandem.Trainer("a.toml").{verb[:-1]}_({arguments})'
     yield from WRONG_BY_HAND
 
 
@@ -90,7 +98,10 @@ def lines_with_errors(script: Path, text: str) -> dict[int, list[str]]:
 
 
 def test_a_script_without_a_mistake_has_no_error(tmp_path: Path):
+    methods = {name for name in vars(tandem.Trainer) if not name.startswith("_")} - {"version"}
+    assert methods == VERBS.keys()
     calls = "\n".join(f"print(tandem.{name}({', '.join(required(name))}))" for name in FUNCTIONS)
+    calls += "".join(f'\nprint(tandem.Trainer("a.toml").{verb}({arguments}))' for verb, arguments in VERBS.items())
     assert lines_with_errors(tmp_path / "right.py", f"import tandem\n{BY_HAND}\n{calls}\n") == {}
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem.__main__ import main
 from tandem.errors import SpecError
 from tandem.spec import others_names
 from tandem.spec.load import json_schema, parse_overrides, parse_spec
@@ -106,6 +108,22 @@ def test_a_wrong_spec_is_one_sentence_with_field_value_and_way_out(recipe: str, 
     assert value.strip('"[]') in told
     assert way_out in told
     assert len(told) < 400
+
+
+def test_the_command_prints_no_traceback_for_any_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "empty.toml").touch()
+    for recipe, override, way_out in WRONG:
+        told = [part for each in (f"recipe={recipe}", *BASES[recipe], override) for part in ("--set", each)]
+        monkeypatch.setattr("sys.argv", ["tandem", "train", str(tmp_path / "empty.toml"), *told])
+        with pytest.raises(SystemExit) as end:
+            main()
+        printed = capsys.readouterr()
+        assert (end.value.code, printed.out) == (2, ""), override
+        assert printed.err.startswith("tandem: "), override
+        assert way_out in printed.err, override
+        assert "Traceback" not in printed.err, override
 
 
 def test_there_are_sixty_of_them_and_names_of_others_are_most():

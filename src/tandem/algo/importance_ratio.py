@@ -34,9 +34,14 @@ def exp(log_ratio_N: Tensor) -> Tensor:
     return log_ratio_N.clamp(max=_MOST).exp()
 
 
+def sequence_sums(values_N: Tensor, micro: MicroBatch) -> Tensor:
+    """Return the sum over each sequence."""
+    return values_N.new_zeros(len(micro.group_S)).index_add(0, micro.sequence_N, values_N)
+
+
 def sequence_sum(values_N: Tensor, micro: MicroBatch) -> Tensor:
     """Return for each token the sum over its sequence."""
-    return values_N.new_zeros(len(micro.group_S)).index_add(0, micro.sequence_N, values_N)[micro.sequence_N]
+    return sequence_sums(values_N, micro)[micro.sequence_N]
 
 
 def corrected(logprobs_N: Tensor, micro: MicroBatch, correction: Correction) -> Ratio:

@@ -22,7 +22,7 @@ from tandem.spec.environment import HttpJudgeSpec as HttpJudgeSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamWOffloadSpec, OwnOptimizerSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec
+from tandem.spec.preference import PreferenceAlgorithm
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 from tandem.types import Batch, Group, Metrics, Trajectory
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tandem.data.conversation import Conversation
     from tandem.data.load import DataSplit
     from tandem.data.preference_pairs import Pair
+    from tandem.data.rated_answers import Rated
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master_weights import Master
     from tandem.rollout.judge import Judge
@@ -350,10 +351,16 @@ def sft_algorithm() -> Algorithm:
     return sft.make()
 
 
-def preference_algorithm(spec: DpoSpec) -> Algorithm:
-    from tandem.algo import dpo
+def preference_algorithm(spec: PreferenceAlgorithm) -> Algorithm:
+    from tandem.algo import dpo, kto, orpo
 
-    return dpo.make(spec)
+    match spec.kind:
+        case "dpo":
+            return dpo.make(spec)
+        case "orpo":
+            return orpo.make(spec)
+        case "kto":
+            return kto.make(spec)
 
 
 def reference(spec: AlgorithmSpec, model: BuiltModel, precision: PrecisionSpec) -> None:
@@ -504,6 +511,12 @@ def pairs(spec: FileOrDataset, field: str) -> DataSplit[Pair]:
     return load_pairs(spec, field)
 
 
+def rated(spec: FileOrDataset, field: str) -> DataSplit[Rated]:
+    from tandem.data.rated_answers import load_rated
+
+    return load_rated(spec, field)
+
+
 def scorer(model: BuiltModel, micro_tokens: int) -> Callable[[Trajectory], list[float]]:
     """Return a function that computes the logprobs of a recording's trained tokens."""
     from tandem.train.batch_packing import make_batch
@@ -519,27 +532,28 @@ def scorer(model: BuiltModel, micro_tokens: int) -> Callable[[Trajectory], list[
     return score
 
 
-def examiner(model: BuiltModel, algorithm: Algorithm, micro_tokens: int) -> Callable[[Group], Metrics]:
-    """Return a function that computes loss and metrics of one group, without training. For algorithms that keep a
-    group's samples together and compare them with a reference."""
+def examiner(model: BuiltModel, algorithm: Algorithm, micro_tokens: int) -> Callable[[Sequence[Group]], list[Metrics]]:
+    """Return a function that computes loss and metrics of each group, without training. For algorithms whose step may
+    be a single group."""
     import torch
 
     from tandem.train.batch_packing import make_batch
+    from tandem.train.kl_estimate import set_kl
 
-    @torch.no_grad()
-    def examine(group: Group) -> Metrics:
-        batch = make_batch(
-            [group],
-            algorithm,
-            micro_tokens=micro_tokens,
-            version=0,
-            shares=model.shares,
-            device=model.device,
-        )
+    def of_group(batch: Batch) -> Metrics:
         (micro,) = batch.micro
-        micro.reference_N = model.policy.reference_logprobs(micro, 1.0)
+        if algorithm.needs_reference:
+            micro.reference_N = model.policy.reference_logprobs(micro, 1.0)
         loss, sums = algorithm.loss(model.policy.logprobs(micro, 1.0), micro, batch.totals)
         return {"loss/total": loss.item(), **{name: value / batch.totals.tokens for name, value in sums.items()}}
+
+    @torch.no_grad()
+    def examine(groups: Sequence[Group]) -> list[Metrics]:
+        options: dict[str, Any] = {"micro_tokens": micro_tokens, "shares": model.shares, "device": model.device}
+        batches = [make_batch([group], algorithm, version=0, **options) for group in groups]
+        if algorithm.needs_kl:
+            set_kl(model.policy, batches)
+        return [of_group(batch) for batch in batches]
 
     return examine
 

@@ -15,6 +15,7 @@ from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
 from tandem.cli.engine import engine_app
 from tandem.cli.env_check import env_check
+from tandem.cli.feedback import feedback_command
 from tandem.cli.init import init
 from tandem.cli.model import model_app
 from tandem.cli.online import online_app
@@ -34,6 +35,7 @@ from tandem.cli.rollouts import rollouts_app
 from tandem.cli.runs import env_list, runs
 from tandem.cli.samples import samples
 from tandem.cli.sync import sync_app
+from tandem.cli.targets import targets
 from tandem.errors import TandemError
 
 app = typer.Typer(
@@ -279,13 +281,16 @@ def serve(
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
     thinking: Thinking = False,
+    feedback: Annotated[
+        bool, typer.Option("--feedback", help="Keep each chat in --data-dir, up to 1 GiB, and take thumbs for its id.")
+    ] = False,
 ) -> None:
     """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
     from tandem.recipes.serve import default_data_dir, serve_model
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
-    serve_model(source, listen, thinking=thinking)
+    serve_model(source, listen, thinking=thinking, feedback=feedback)
 
 
 @app.command()
@@ -357,13 +362,17 @@ def export(
     base: Annotated[
         str, typer.Option(metavar="ID", help="Adapter: its base's id on the hub, user/name. Default: as the base says.")
     ] = "",
+    gguf: Annotated[
+        Literal["", "f32", "f16", "bf16", "q8_0", "q4_1"],
+        typer.Option(help="Write the whole model as one GGUF file of this kind, for llama.cpp. Default: no."),
+    ] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
     """Write a deployable copy of a run's or an online server's model, with a model card."""
     from tandem.recipes.export import export_run
 
     copy = export_run(
-        run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base
+        run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base, gguf=gguf
     )
     typer.echo(copy)
 
@@ -549,7 +558,9 @@ app.command()(atropos)
 env_app.command("check")(env_check)
 app.command()(init)
 app.command()(samples)
+app.command("feedback")(feedback_command)
 app.command()(runs)
+app.command()(targets)
 env_app.command("list")(env_list)
 
 

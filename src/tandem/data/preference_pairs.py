@@ -12,6 +12,8 @@ from tandem.data.load import DataSplit, RowFormat, load
 from tandem.spec.data import DatasetData, FileData
 from tandem.types import Message
 
+PAIR = ("prompt", "chosen", "rejected")
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -58,7 +60,8 @@ def parse_pair(row: object) -> tuple[tuple[Message, ...], tuple[Message, ...], t
 
 def _conversation(row: Mapping[Any, Any], name: str, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
     if row.get(name) is None:
-        raise BadRow(f"no {name} in its columns ({', '.join(map(str, row))})")
+        kto = "; algorithm.kind = 'kto' learns from answers with a label" if "label" in row else ""
+        raise BadRow(f"no {name} in its columns ({', '.join(map(str, row))}){kto}")
     messages = _of_field(name, row[name], "assistant")
     if messages[-1]["role"] != "assistant":
         raise BadRow(f"{name}: the last turn is not the assistant's")
@@ -82,7 +85,7 @@ def _of_field(name: str, value: object, role: str) -> tuple[Message, ...]:
 
 PAIRS = RowFormat(
     "pair",
-    (("prompt", "chosen", "rejected"),),
+    (PAIR,),
     lambda row, number, source: Pair(*parse_pair(row), number, source),
     lambda row: "chosen and rejected" if row.get("prompt") is None else "prompt, chosen and rejected",
     '{ prompt = "question", chosen = "better", rejected = "worse" }',

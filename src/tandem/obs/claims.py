@@ -143,6 +143,7 @@ def size(status: Mapping[str, Any]) -> str:
         if count := number(found.get(field)):
             if measure_of(status) == "loss":
                 noun = "pairs of answers" if status.get("recipe") == "preference" else "conversations"
+                noun = "labelled answers" if status.get("algorithm") == "kto" else noun
             return f"{count:,.0f} {noun}"
     return ""
 

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 from tandem.build import standalone_engines, training
 from tandem.data.conversation import Conversation
 from tandem.data.preference_pairs import Pair
+from tandem.data.rated_answers import Answer, Rated
 from tandem.env.load import ADAPTERS
 from tandem.env.protocol_check import their_code
 from tandem.errors import DataError, SpecError, TandemError, TemplateError
 from tandem.ops.row_packing import common_prefix
 from tandem.protocols import Environment
-from tandem.rollout.recorded_producer import record, record_pair
+from tandem.rollout.recorded_producer import record, record_answer, record_pair
 from tandem.runs.planner.lengths import Lengths, RecordedGroup
 from tandem.runs.planner.model_shape import NoPlan, read_shape
 from tandem.spec.data import DatasetData
@@ -65,7 +66,14 @@ def _row_lengths(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
     def pair(row: Pair) -> Group:
         return record_pair(renderer, row.prompt, row.chosen, row.rejected, "")
 
-    if isinstance(spec, PreferenceSpec):
+    def answer(both: tuple[Rated, Answer]) -> Group:
+        return [record_answer(renderer, both[0].prompt, both[1].messages, 1.0, "")]
+
+    if isinstance(spec, PreferenceSpec) and spec.algorithm.kind == "kto":
+        rated = training.rated(bounded, "data")
+        answers = [(row, each) for row in rated.train for each in row.answers]
+        read, groups = rated.report.read, _measured(answers, answer, most)
+    elif isinstance(spec, PreferenceSpec):
         pairs = training.pairs(bounded, "data")
         read, groups = pairs.report.read, _measured(pairs.train, pair, most)
     else:

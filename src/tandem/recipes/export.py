@@ -6,10 +6,12 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Literal
 
 from tandem.build import training
 from tandem.errors import ArtifactError, RunError
 from tandem.io import atomic_write
+from tandem.io.gguf.writer import GgufKind, write_gguf
 from tandem.recipes.adapter_base import base_id, name_base
 from tandem.recipes.online_export import copy_export, export_learned, find_learned
 from tandem.runs.checkpoints import Checkpoints
@@ -32,6 +34,7 @@ def export_run(
     push: str = "",
     public: bool = False,
     base: str = "",
+    gguf: GgufKind | Literal[""] = "",
     endpoint: str | None = None,
 ) -> Path:
     """Write a deployable copy into a new directory and return the directory.
@@ -39,17 +42,21 @@ def export_run(
     After training with [model.lora] this is the adapter, or with `merge` the whole model. The directory defaults to
     RUN/deploy, RUN/deploy-merged, or with `step` RUN/deploy-step-N. `step`: export that checkpoint, of a run in any
     state. `base`: the id of an adapter's base on the hub, where a local directory does not say it. `push`: also upload
-    to a repository of the Hugging Face hub, in one commit.
+    to a repository of the Hugging Face hub, in one commit. `gguf`: write the whole model as one GGUF file
+    of this kind, into RUN/deploy-gguf.
 
     `run_dir` may also be the data directory of an online server. `version` then selects a version (a number, `anchor-N`
     or `current`, the default), and the directory defaults to export/version-N in it.
     """
+    merge = merge or bool(gguf)
     if push and not _REPO.fullmatch(push):
         raise ArtifactError(f"--push {push}: write user/name")
     run_dir, directory = Path(run_dir), Path(directory) if directory else None
     if (learned := find_learned(run_dir, version)) is not None:
         if step is not None:
             raise RunError(f"{run_dir}: is an online server's directory, which has no steps; use --version, not --step")
+        if gguf:
+            raise RunError(f"--gguf {gguf}: is for runs; export {run_dir} with --merge, and use its directory")
         _must_be_free(directory)
         target = export_learned(learned, merge=merge, directory=directory)
         if push:
@@ -65,7 +72,7 @@ def export_run(
     if not source.exists():
         raise RunError(f"{run_dir}: has no export/, because the run did not succeed; {_saved_steps(run_dir)}")
     its_base = _base_of(spec, base, push) if as_adapter else ""
-    name = f"deploy{'' if step is None else f'-step-{step}'}{'-merged' * merge}"
+    name = f"deploy{'' if step is None else f'-step-{step}'}{'-gguf' if gguf else '-merged' * merge}"
     target = directory or run_dir / name
     _must_be_free(target)
     with atomic_write.directory(target) as place:
@@ -77,11 +84,24 @@ def export_run(
             copy_export(source, place, as_adapter=as_adapter)
         if its_base:
             name_base(place, its_base)
-        kind = "adapter" if as_adapter else "model"
+        if gguf:
+            _as_gguf(place, gguf, spec.name)
+        kind = "adapter" if as_adapter else f"gguf-{gguf}" if gguf else "model"
         (place / "README.md").write_text(model_card(run_dir, kind, step, base=its_base), encoding="utf-8")
     if push:
         push_folder(target, push, public=public, endpoint=endpoint)
     return target
+
+
+def _as_gguf(place: Path, kind: GgufKind, name: str) -> None:
+    """Put a GGUF file in the place of a directory's files."""
+    files = [*place.iterdir()]
+    try:
+        write_gguf(place, place / f"model-{kind}.gguf", kind, name)
+    except ValueError as error:
+        raise RunError(f"--gguf {kind}: {error}; leave --gguf out, or choose another kind") from error
+    for path in files:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _base_of(spec: RunSpec, base: str, push: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.build import online
 from tandem.io import atomic_write
+from tandem.io.chat_feedback import ChatStore
 from tandem.io.model_path_check import refuse_missing
 from tandem.online.job_store import JobStore
 from tandem.online.orchestrator import Orchestrator
@@ -63,6 +64,7 @@ def serve_online(spec: OnlineSpec | Mapping[str, Any] | str | Path, listen: List
         model_id=spec.name,
         context=alone.context,
         num_ids=alone.num_ids,
+        chats=ChatStore(listen.data_dir) if spec.feedback else None,
     )
     app = create_app(service, token=token, hosts=listen.hosts)
     app.add_middleware(KeyRing, keys=Keys.of(listen.data_dir, token))

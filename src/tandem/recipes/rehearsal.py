@@ -137,8 +137,10 @@ def _algorithm(spec: RunSpec, model: training.BuiltModel) -> Any:
             training.reference(spec.algorithm, model, spec.precision)
         return algorithm
     if isinstance(spec, PreferenceSpec):
-        model.policy.keep_reference()
-        return training.preference_algorithm(spec.algorithm)
+        algorithm = training.preference_algorithm(spec.algorithm)
+        if algorithm.needs_reference:
+            model.policy.keep_reference()
+        return algorithm
     return training.sft_algorithm()
 
 
@@ -146,7 +148,9 @@ def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:
     """Return groups of random tokens that fill two micro-batches (or the only one of a step); every sequence has the
     plan's greatest length."""
     rng = random.Random(spec.seed)
-    size = spec.train.group_size if isinstance(spec, RlSpec) else 2 if isinstance(spec, PreferenceSpec) else 1
+    labelled = isinstance(spec, PreferenceSpec) and spec.algorithm.kind == "kto"
+    pairs = isinstance(spec, PreferenceSpec) and not labelled
+    size = spec.train.group_size if isinstance(spec, RlSpec) else 2 if pairs else 1
     most = max(1, work.sequences // size)
     prompt = max(1, work.row_tokens - work.answer_tokens) if work.answer_tokens else 1
     unshared = isinstance(spec, RlSpec) and not work.micro.masked  # each sample has its own copy of the prompt
@@ -155,7 +159,8 @@ def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:
     groups: list[Group] = []
     for _ in range(count):
         shared = _ids(rng, prompt, num_ids)
-        groups.append([_trajectory(shared, _ids(rng, work.row_tokens - prompt, num_ids), i) for i in range(size)])
+        played = size + labelled  # beside a labelled answer there is a mismatched one
+        groups.append([_trajectory(shared, _ids(rng, work.row_tokens - prompt, num_ids), i) for i in range(played)])
     return groups
 
 

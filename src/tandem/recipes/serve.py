@@ -13,6 +13,7 @@ from typing import Literal
 from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import RunError
 from tandem.io import prestart
+from tandem.io.chat_feedback import ChatStore
 from tandem.io.gguf.directory import model_directory
 from tandem.io.model_path_check import refuse_no_model
 from tandem.io.sqlite_store import owned
@@ -29,17 +30,22 @@ from tandem.types import Sampling
 
 
 def serve_model(
-    source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False
-) -> None:
-    """Serve a model over OpenAI's API until SIGTERM or Ctrl-C."""
+    source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False,
+    feedback: bool = False,
+) -> None:  # fmt: skip
+    """Serve a model over OpenAI's API until SIGTERM or Ctrl-C. `feedback`: keep each chat in the data directory, and
+    take thumbs for its id."""
     from tandem.serve.http.service import create_app
     from tandem.serve.openai.routes import openai_service
 
     path, name, version = find_model(source)
     token = listen.token()  # before the model is loaded, so that a wrong data directory is reported at once
+    chats = ChatStore(listen.data_dir) if feedback else None
     # inline=False: the model computes off the event loop, so that HTTP can answer meanwhile.
     model, engine = load_model(path, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
-    service = openai_service(engine, model.renderer, model_id=name, context=model.context, num_ids=model.num_ids)
+    service = openai_service(
+        engine, model.renderer, model_id=name, context=model.context, num_ids=model.num_ids, chats=chats
+    )
     serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
 
 

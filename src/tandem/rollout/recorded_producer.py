@@ -29,14 +29,38 @@ def record_pair(
 ) -> Group:
     """Turn two answers to one prompt into a group, the better one first. No token of the prompt is trained, not even
     the assistant's."""
-    answers_begin = len(renderer.conversation(prompt)[0])  # through the prompt's last assistant turn; 0 if it has none
-    pair: Group = []
-    for answer, reward in ((chosen, 1.0), (rejected, 0.0)):
-        trajectory = record(renderer, [*prompt, *answer], name)
-        trajectory.trained[:answers_begin] = [False] * answers_begin
-        trajectory.reward = reward
-        pair.append(trajectory)
-    return pair
+    return [
+        record_answer(renderer, prompt, answer, reward, name) for answer, reward in ((chosen, 1.0), (rejected, 0.0))
+    ]
+
+
+def record_answer(
+    renderer: RecorderRenderer, prompt: Sequence[Message], answer: Sequence[Message], reward: float, name: str
+) -> Trajectory:
+    """Turn an answer with its reward into a trajectory. No token of the prompt is trained, not even the assistant's."""
+    answer_begins = len(renderer.conversation(prompt)[0])  # through the prompt's last assistant turn; 0 if it has none
+    trajectory = record(renderer, [*prompt, *answer], name)
+    trajectory.trained[:answer_begins] = [False] * answer_begins
+    trajectory.reward = reward
+    return trajectory
+
+
+def with_mismatched(answers: Sequence[Trajectory], longest: int) -> list[Group]:
+    """Return each answer with a mismatched one: its prompt, followed by an answer to another prompt. Such answers are
+    cut at `longest` tokens."""
+    begins = [answer.trained.index(True) for answer in answers]
+    prompts = [answer.ids[:begin] for answer, begin in zip(answers, begins, strict=True)]
+    groups: list[Group] = []
+    for number, (answer, prompt) in enumerate(zip(answers, prompts, strict=True)):
+        count = len(answers)
+        others = [(number + count // 2 + step) % count for step in range(count)]
+        other = next((each for each in others if prompts[each] != prompt), others[0])
+        begin = begins[other]
+        ids = [*prompt, *answers[other].ids[begin:]][:longest]
+        trained = [*[False] * len(prompt), *answers[other].trained[begin:]][:longest]
+        unsampled = [0.0] * len(ids), [NO_VERSION] * len(ids)
+        groups.append([answer, Trajectory(ids, trained, *unsampled, status="recorded", task_id=answer.task_id)])
+    return groups
 
 
 class RecordedProducer:

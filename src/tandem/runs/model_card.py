@@ -12,9 +12,9 @@ from tandem.obs.claims import caveat, evidence, figure, headline
 from tandem.obs.run_history import History, evaluations, read_history, total
 
 
-def model_card(run_dir: Path, kind: Literal["adapter", "model"], step: int | None = None, *, base: str = "") -> str:
-    """Return the card of a run's model. `step`: of the checkpoint of that step; the card then has no verdict.
-    `base`: the id of an adapter's base on the hub."""
+def model_card(run_dir: Path, kind: str, step: int | None = None, *, base: str = "") -> str:
+    """Return the card of a run's model. `kind`: adapter, model, or gguf-KIND. `step`: of the checkpoint
+    of that step; the card then has no verdict. `base`: the id of an adapter's base on the hub."""
     history = read_history(run_dir)
     if step is not None:
         history = _until(history, step)
@@ -45,7 +45,8 @@ def _until(history: History, step: int) -> History:
 
 
 def _head(spec: dict[str, Any], kind: str) -> str:
-    lines = ["---", f"library_name: {'peft' if kind == 'adapter' else 'transformers'}"]
+    library = {"adapter": "peft", "model": "transformers"}.get(kind, "gguf")
+    lines = ["---", f"library_name: {library}"]
     base = spec["model"].get("path", "")
     if base and not Path(base).is_absolute() and not Path(base).exists():  # do not publish a path of this machine
         lines.append(f"base_model: {json.dumps(base)}")
@@ -76,6 +77,11 @@ def _facts(history: History, spec: dict[str, Any]) -> str:
 def _use(spec: dict[str, Any], kind: str) -> str:
     if kind == "adapter":
         return "## Use\n\nAn adapter in PEFT's format: load it on its base model."
+    if kind.startswith("gguf-"):
+        return (
+            f"## Use\n\nA GGUF file of kind {kind.removeprefix('gguf-')}, for llama.cpp and what is built on it. With "
+            "Tandem: `tandem chat FILE`."
+        )
     return "## Use\n\nA whole model in Hugging Face format. With Tandem: `tandem serve DIR`, or `tandem chat DIR`."
 
 

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
 from tandem.spec.own import OwnName, as_own
+from tandem.spec.preference import PreferenceAlgorithm
 
 # --- corrections for tokens that an older version sampled
 
@@ -215,8 +216,10 @@ AlgorithmSpec = Annotated[
 ]  # fmt: skip
 
 
-def uses_reference(algorithm: AlgorithmSpec) -> bool:
-    """Return whether its loss compares the policy with the weights that RL began with."""
+def uses_reference(algorithm: AlgorithmSpec | PreferenceAlgorithm) -> bool:
+    """Return whether its loss compares the policy with the weights that training began with."""
     if isinstance(algorithm, OwnAlgorithmSpec):
         return algorithm.reference
-    return not isinstance(algorithm, DistillSpec) and algorithm.kl_coef > 0
+    if isinstance(algorithm, RewardSpec):
+        return algorithm.kl_coef > 0
+    return algorithm.kind in ("dpo", "kto")

@@ -199,12 +199,14 @@ def _meant_recipe(written: Any) -> str:
     if not (meant := others_names.of_recipe(written)):
         return 'write recipe = "rl", recipe = "sft", or recipe = "preference" for pairs of answers'
     kind = str(written).lower()
-    more = f', and [algorithm] kind = "{kind}"' if meant == "rl" and kind in _algorithms() else ""
+    more = f', and [algorithm] kind = "{kind}"' if kind in _algorithms(meant) else ""
     return f'write recipe = "{meant}"{more}'
 
 
-def _algorithms() -> Sequence[str]:
-    return [*json_schema()["$defs"]["RlSpec"]["properties"]["algorithm"]["discriminator"]["mapping"]]
+def _algorithms(recipe: str) -> Sequence[str]:
+    definition = {"rl": "RlSpec", "sft": "SftSpec", "preference": "PreferenceSpec"}[recipe]
+    algorithm = json_schema()["$defs"][definition]["properties"].get("algorithm", {})
+    return [*algorithm.get("discriminator", {"mapping": ()})["mapping"]]
 
 
 def _owners_of(where: Sequence[str], union: Table) -> str:

@@ -87,6 +87,8 @@ class OnlineSpec(Spec):
     """Prompts unrelated to any job, whose answers should not change."""
     watch: WatchSpec | None = None
     """A metric that rolls back a version when it falls. Left out: none."""
+    feedback: bool = False
+    """Keep each chat in `feedback/` of the data directory, up to 1 GiB, and take thumbs for its id at /v1/feedback."""
     engine: Annotated[ServerEngineSpec | VllmEngineSpec, Field(discriminator="kind")] = ServerEngineSpec()
     """The engine that answers: the embedded one in the server's process, or vLLM in a process that the server owns."""
     engine_threads: int = Field(default=1, ge=1, le=256)

@@ -169,7 +169,7 @@ RECIPES = {
         "reinforce++",
     ),
     "sft": ("supervised", "finetune", "fine-tune", "fine_tune", "lora", "qlora", "cpt"),
-    "preference": ("dpo", "ipo", "pairs"),
+    "preference": ("dpo", "ipo", "orpo", "kto", "pairs"),
 }
 
 

@@ -20,7 +20,7 @@ from tandem.spec.own import OwnName
 from tandem.spec.pairing import check_sync
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec, PreferenceStage
+from tandem.spec.preference import DpoSpec, KtoSpec, PreferenceAlgorithm, PreferenceStage
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.samples import SamplesSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
@@ -240,15 +240,15 @@ class SftSpec(_RunSpecBase):
 
 
 class PreferenceSpec(_RunSpecBase):
-    """Training on pairs of recorded answers, a better and a worse one (DPO)."""
+    """Training on recorded answers that were compared (DPO, ORPO) or labelled good or bad (KTO)."""
 
     recipe: Literal["preference"] = "preference"
     data: RecordedData
-    """Rows with `prompt`, `chosen` and `rejected`."""
+    """Rows with `prompt`, `chosen` and `rejected`; for `kto` a conversation with a `label`."""
     train: PreferenceStage
     """The training steps."""
-    algorithm: DpoSpec = DpoSpec()
-    """How a pair becomes a gradient."""
+    algorithm: PreferenceAlgorithm = DpoSpec()
+    """How a pair, or an answer with its label, becomes a gradient."""
     eval: LossEvalSpec = LossEvalSpec()
     """How the run is evaluated."""
 
@@ -256,6 +256,11 @@ class PreferenceSpec(_RunSpecBase):
     def _fits_together(self) -> PreferenceSpec:
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
+        if isinstance(self.algorithm, KtoSpec) and self.parallel.num_shares > 1:
+            raise ValueError(
+                f"algorithm.kind = 'kto': its KL is estimated over a whole step in one process, and parallel.shares = "
+                f"{self.parallel.num_shares}; set parallel.ranks = 1 and leave shares out, or choose 'dpo' or 'orpo'"
+            )
         return self
 
 

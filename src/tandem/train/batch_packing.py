@@ -63,11 +63,13 @@ def make_batch(
     multiple: int = 1,
 ) -> Batch:
     """Pack groups into a batch. A sample without any credit counts in the totals but is computed only if a KL term
-    needs it. `multiple`: the number of micro-batches is a multiple of this, if there are enough rows.
+    needs it, or if the KL is estimated on it. `multiple`: the number of micro-batches is a multiple of
+    this, if there are enough rows.
     """
     items: list[_RowItem] = []
     totals, credited, unknown = Totals(0, 0), 0, 0
     lags: list[int] = []
+    mismatched: list[_RowItem] = []
     for number, (group, credits) in enumerate(zip(groups, algorithm.credit(groups), strict=True)):
         samples = [
             TrainSample(each, _said(each) or credit, number)
@@ -81,6 +83,9 @@ def make_batch(
             unknown += sample.trajectory.versions.count(UNKNOWN_VERSION)
         moving = [sample for sample in samples if algorithm.needs_reference or any(sample.credit)]
         items += _share_prompt(moving, shares, micro_tokens, together=algorithm.together)
+        if algorithm.needs_kl:
+            left_out = [each for each, credit in zip(group, credits, strict=True) if not credit]
+            mismatched += [_RowItem([TrainSample(each, [0.0] * each.num_trained, number)]) for each in left_out]
     rows = _pack(items)
     metrics = {
         "tokens/trained": float(totals.tokens),
@@ -94,7 +99,9 @@ def make_batch(
     if multiple > 1:
         parts = _split_in_multiples(rows, micro_tokens, len(parts), multiple)
     micro = [_to_tensors(part, device) for part in parts]
-    return Batch(micro, totals, metrics, [trajectory.task_id for group in groups for trajectory in group])
+    tasks = [trajectory.task_id for group in groups for trajectory in group]
+    measured = [_to_tensors(part, device) for part in _split(_pack(mismatched), micro_tokens)]
+    return Batch(micro, totals, metrics, tasks, measured)
 
 
 def _said(trajectory: Trajectory) -> list[float]:

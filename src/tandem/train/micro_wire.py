@@ -76,4 +76,6 @@ def unpack(data: Tensor, device: torch.device) -> list[MicroBatch | None]:
     return [micro(told) for told in places]
 
 
-_TENSORS = [field.name for field in fields(MicroBatch) if field.name not in ("packed", "hold")]
+_TENSORS = [
+    field.name for field in fields(MicroBatch) if field.name not in ("packed", "hold", "kl")
+]  # KTO, which sets kl, has one rank

@@ -20,6 +20,7 @@ from tandem.ops.named_tensors import Copies, check_alike
 from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import Collected, Released, clip_scale, total_norm
+from tandem.train.kl_estimate import set_kl
 from tandem.train.logprob_gap import CalibratedLimit, Gap, GapWatch, MoveMeter
 from tandem.train.memory_accounting import MemoryBreakdown, size_bytes
 from tandem.train.no_learning_check import Guard
@@ -217,6 +218,8 @@ class PolicyTrainer:
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
         gap = Gap()
         computed = sum(len(micro.target_N) for micro in batch.micro if not micro.hold)
+        if self._algorithm.needs_kl:
+            set_kl(self._policy, [batch], **self._sampling)
         for micro in batch.micro:
             self.on_micro_batch()
             loss = self._loss(micro, batch.totals, computed, sums, gap)

@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 _FORMAT = 1
 """Counted up when the same file would be written as another directory."""
-_PLAIN = {0: ("float32", "<f4"), 1: ("float16", "<f2"), 30: ("bfloat16", "<u2")}
+PLAIN = {0: ("float32", "<f4"), 1: ("float16", "<f2"), 30: ("bfloat16", "<u2")}
 """Kinds of tensors that are not quantised: the type, and numpy's type of the same width."""
-_PIECE = 1 << 24
+PIECE = 1 << 24
 """Numbers that are dequantised at once."""
 
 
@@ -50,7 +50,7 @@ def check(path: Path) -> Gguf:
     config_of(file)
     names_of(file)
     check_tokenizer(file)
-    if find_spec("gguf") is None and any(tensor.kind not in _PLAIN for tensor in file.tensors.values()):
+    if find_spec("gguf") is None and any(tensor.kind not in PLAIN for tensor in file.tensors.values()):
         raise ValueError(
             'its weights are quantised, and the package gguf is missing; run: pip install "tandem-rl[train]"'
         )
@@ -126,23 +126,23 @@ def _write_weights(file: Gguf, place: Path) -> None:
     with file.path.open("rb") as source, place.open("wb") as out:
         out.write(header)
         for name in sorted(names, key=lambda name: placed[names[name]].offset):
-            for piece in _pieces(file, name, source):
+            for piece in pieces(file, name, source):
                 out.write(np.ascontiguousarray(piece).data)
 
 
 def _type_of(file: Gguf, name: str) -> str:
     kind = file.tensors[name].kind
-    exact = kind in _PLAIN and not (is_changed(file, name) and "norm" in name)  # 1 is subtracted in float32
-    return _PLAIN[kind][0] if exact else "float32"
+    exact = kind in PLAIN and not (is_changed(file, name) and "norm" in name)  # 1 is subtracted in float32
+    return PLAIN[kind][0] if exact else "float32"
 
 
-def _pieces(file: Gguf, name: str, source: Any) -> Iterator[Any]:
-    """Yield a tensor's values, some rows at a time where rows do not depend on each other."""
+def pieces(file: Gguf, name: str, source: Any) -> Iterator[Any]:
+    """Yield a tensor's values as transformers has them, some rows at a time where rows do not depend on each other."""
     tensor = file.tensors[name]
     width = tensor.shape[-1]
     rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
     changed = is_changed(file, name)
-    take = rows if changed else max(1, _PIECE // width)
+    take = rows if changed else max(1, PIECE // width)
     read = _reader(tensor, width)
     source.seek(tensor.offset)
     for top in range(0, rows, take):
@@ -154,8 +154,8 @@ def _pieces(file: Gguf, name: str, source: Any) -> Iterator[Any]:
 
 def _reader(tensor: GgufTensor, width: int) -> Any:
     """Return a function that reads rows: plain ones as they are, others dequantised."""
-    if tensor.kind in _PLAIN:
-        dtype = np.dtype(_PLAIN[tensor.kind][1])
+    if tensor.kind in PLAIN:
+        dtype = np.dtype(PLAIN[tensor.kind][1])
 
         def read_plain(source: Any, rows: int) -> Any:
             return _exactly(source, rows * width * dtype.itemsize).view(dtype).reshape(rows, width)

@@ -1,14 +1,15 @@
-"""Which models can be read from a GGUF file: their config, and the names and values of their tensors in transformers.
+"""Which models can be in a GGUF file: their config, and the names and values of their tensors in transformers.
 
 llama.cpp stores some values in another way than transformers: it interleaves the rotary halves of Llama's queries and
-keys, and adds 1 to Gemma's norms. `restore` undoes that.
+keys, and adds 1 to Gemma's norms. `store` does that, and `restore` undoes it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tandem.io.gguf.header import Gguf
@@ -28,7 +29,8 @@ _GEMMA = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 _PHI = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_FREQUENCIES = "rope_freqs.weight"
+FREQUENCIES = "rope_freqs.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 class _Family(NamedTuple):
@@ -65,7 +67,7 @@ def names_of(file: Gguf) -> dict[str, str]:
     block = {**_BLOCK, **family.block}
     found: dict[str, str] = {}
     for name in file.tensors:
-        if name == _FREQUENCIES and family.interleaved:
+        if name == FREQUENCIES and family.interleaved:
             continue  # the config has them, as its rope_parameters
         stem, _, leaf = name.rpartition(".")
         parts = stem.split(".")
@@ -75,6 +77,36 @@ def names_of(file: Gguf) -> dict[str, str]:
             found[name] = f"model.layers.{parts[1]}.{block[parts[2]]}.{leaf}"
         else:
             raise ValueError(f"its tensor {name} is not known in a model of '{file.architecture}'")
+    return found
+
+
+def stored_names(architecture: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the name in a GGUF file of each tensor of transformers. ValueError for a tensor that has none."""
+    block = {there: here for here, there in {**_BLOCK, **_FAMILIES[architecture].block}.items()}
+    ends = {there: here for here, there in _ENDS.items()}
+    found: dict[str, str] = {}
+    for name in names:
+        stem, _, leaf = name.rpartition(".")
+        layer = _LAYER.fullmatch(stem)
+        here = ends.get(stem) if layer is None else block.get(layer[2])
+        if here is None:
+            raise ValueError(f"a GGUF file of a '{architecture}' model has no name for its tensor {name}")
+        found[name] = f"{here}.{leaf}" if layer is None else f"blk.{layer[1]}.{here}.{leaf}"
+    return found
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of a model's architecture. ValueError for one that is not known here."""
+    kind = str(config.get("model_type"))
+    found = next((name for name, family in _FAMILIES.items() if kind == family.model_type), "")
+    if kind == "mistral" and not config.get("sliding_window"):
+        found = "llama"
+    if not found:
+        known = ", ".join(family.model_type for family in _FAMILIES.values())
+        raise ValueError(
+            f"its model_type is '{kind}'; those that are written as GGUF files are {known}, and mistral without a "
+            "sliding window"
+        )
     return found
 
 
@@ -91,6 +123,16 @@ def restore(file: Gguf, name: str, values: Array) -> Array:
     if heads := _halves(file, name):
         shape = values.shape
         return values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+    return values
+
+
+def store(file: Gguf, name: str, values: Array) -> Array:
+    """Return a tensor's values as llama.cpp has them: the inverse of `restore`."""
+    if _family(file).norm_plus_one and "norm" in name:
+        return values + 1
+    if _family(file).interleaved and (heads := _halves(file, name)):
+        shape = values.shape
+        return values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
     return values
 
 
@@ -162,30 +204,37 @@ def _llama(file: Gguf) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_gate.bias" in names,
     }
-    if _FREQUENCIES in names:
+    if FREQUENCIES in names:
         config["rope_parameters"] = _llama3_rope(file)
     return config
 
 
 def _llama3_rope(file: Gguf) -> dict[str, Any]:
     """Return Llama 3's scaling. The file has only the resulting factors, so find the settings that give them."""
-    stored = file.tensors[_FREQUENCIES]
+    stored = file.tensors[FREQUENCIES]
     if stored.kind != 0:
-        raise ValueError(f"its {_FREQUENCIES} are not float32")
+        raise ValueError(f"its {FREQUENCIES} are not float32")
     import numpy as np
 
-    factors = np.fromfile(file.path, "<f4", math.prod(stored.shape), offset=stored.offset)
-    theta = _shortest(file.of("rope.freq_base"))
-    wave = 2 * math.pi * theta ** (np.arange(len(factors), dtype=np.float64) / len(factors))
+    stored_factors = np.fromfile(file.path, "<f4", math.prod(stored.shape), offset=stored.offset)
     for factor in (8.0, 32.0, 4.0, 16.0):
-        low, high, original = 1.0, 4.0, 8192
-        smooth = np.clip((original / wave - low) / (high - low), 0.0, 1.0)
-        if np.allclose(1 / ((1 - smooth) / factor + smooth), factors, rtol=1e-3):
-            return {
-                "rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": low,
-                "high_freq_factor": high, "original_max_position_embeddings": original,
-            }  # fmt: skip
-    raise ValueError(f"its {_FREQUENCIES} are not those of Llama 3.1 to 3.3, and its config cannot be told from them")
+        rope = {
+            "rope_type": "llama3", "rope_theta": _shortest(file.of("rope.freq_base")), "factor": factor,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+        if np.allclose(llama3_factors(rope, 2 * len(stored_factors)), stored_factors, rtol=1e-3):
+            return rope
+    raise ValueError(f"its {FREQUENCIES} are not those of Llama 3.1 to 3.3, and its config cannot be told from them")
+
+
+def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Array:
+    """Return by which Llama 3's scaling divides each rotary frequency."""
+    import numpy as np
+
+    wave = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((rope["original_max_position_embeddings"] / wave - low) / (high - low), 0.0, 1.0)
+    return 1 / ((1 - smooth) / rope["factor"] + smooth)
 
 
 def _gemma2(file: Gguf) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _SPLITS = {
 }
 """The pieces that text is split into before merging, by the file's name of the pre-tokenizer."""
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
-_PRE = (*_SPLITS, *_SAME, "smollm", "gpt-2")
+PRE = (*_SPLITS, *_SAME, "smollm", "gpt-2")
 
 
 def write_tokenizer(file: Gguf, directory: Path) -> None:
@@ -58,10 +58,10 @@ def check_tokenizer(file: Gguf) -> None:
     model, pre = file.fields.get("tokenizer.ggml.model"), file.fields.get("tokenizer.ggml.pre", "default")
     if model not in _MODELS:
         raise ValueError(f"its tokenizer is '{model}'; those that are read from GGUF files are {', '.join(_MODELS)}")
-    if model == _BYTE_LEVEL and pre not in _PRE:
+    if model == _BYTE_LEVEL and pre not in PRE:
         raise ValueError(
             f"its pre-tokenizer is '{pre}', and another one would cut text into other tokens than the model knows; "
-            f"those that are read from GGUF files are {', '.join(_PRE)}"
+            f"those that are read from GGUF files are {', '.join(PRE)}"
         )
     if model != _BYTE_LEVEL and "tokenizer.ggml.scores" not in file.fields:
         raise ValueError("its tokenizer has no scores, so its merges cannot be told")

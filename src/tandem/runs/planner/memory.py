@@ -210,10 +210,10 @@ def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, ra
     if not machine.on_gpu and saves_between_steps(spec):
         found["checkpoint"] = copied_bytes(spec, shape, rank) / _GIB
     teacher = read_teacher(spec)
-    compares = not isinstance(spec, RlSpec) or uses_reference(spec.algorithm)
+    compares = spec.recipe != "sft" and uses_reference(spec.algorithm)
     if teacher is not None:
         found["teacher"] = teacher.total * width / _GIB
-    elif compares and spec.recipe != "sft" and lora is None:
+    elif compares and lora is None:
         found["reference"] = rank.held(shape) * width / _GIB
     return found
 

@@ -85,7 +85,9 @@ def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine
     products = 2 * linears * work.step_tokens * passes
     products += 2 * shape.vocab * shape.hidden * work.credited_tokens * (3 if lora else 4)
     if spec.recipe == "preference":
-        products += 2 * shape.total * work.step_tokens  # the reference
+        # The reference; in KTO both models also score as many mismatched answers.
+        forwards = {"dpo": 1, "kto": 3, "orpo": 0}[spec.algorithm.kind]
+        products += 2 * shape.total * work.step_tokens * forwards
     if (teacher := read_teacher(spec)) is not None:
         products += 2 * teacher.total * work.step_tokens
     pairs = 4 * shape.query * shape.layers * work.step_tokens * work.attended

@@ -127,7 +127,7 @@ def work_of(
     said = spec.data.max_tokens
     longest = row_tokens or min(said or LONGEST_RECORDED, shape.context or LONGEST_RECORDED)
     assumed = () if row_tokens or said else (f"no example has more than {longest} tokens (data.max_tokens is not set)",)
-    sequences = stage.batch_size * (2 if spec.recipe == "preference" else 1)
+    sequences = stage.batch_size * (2 if _on_pairs(spec) else 1)
     most = sequences * longest
     share = 1.0 if row_tokens else 0.5
     if not row_tokens:
@@ -141,9 +141,13 @@ def work_of(
     ))  # fmt: skip
 
 
+def _on_pairs(spec: SftSpec | PreferenceSpec) -> bool:
+    return spec.recipe == "preference" and spec.algorithm.kind != "kto"
+
+
 def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Lengths, packed: bool, on_gpu: bool) -> Work:
     """Of data that was read: the very micro-batches of the steps to come."""
-    stage, pairs = spec.train, spec.recipe == "preference"
+    stage, pairs = spec.train, _on_pairs(spec)
     shares = (
         byte_sizes.shares_never
         if not pairs

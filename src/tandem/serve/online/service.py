@@ -11,6 +11,7 @@ GET  /versions/{v}/provenance     the samples of a version, their sender, its ga
 POST /versions/{v}/v1/...         OpenAI's routes over an earlier version, beside the active one
 POST /versions/{v}/activate       serve this version: a rollback, or forward again
 POST /feedback                    rate an answer, for the watched metric
+POST /v1/feedback                 a thumb, or a number, for a chat completion by its id; the metric `thumb`
 POST /sessions                    open a named conversation; every answer names its session
 GET  /audit                       the audit log
 GET  /                            a page that shows these and compares two versions; it asks for the token
@@ -38,6 +39,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from tandem.errors import EngineError
+from tandem.io.chat_feedback import ChatStore
 from tandem.io.finish_anyway import to_its_end
 from tandem.io.request_key import RequestKey
 from tandem.online.events import Event
@@ -62,6 +64,7 @@ from tandem.serve.online.train_requests import (
     lesson,
     lesson_of_session,
 )
+from tandem.serve.openai.feedback_route import feedback_router
 from tandem.serve.openai.requests import ChatRequest, CompletionRequest, Strict, checked, read, read_if_any
 from tandem.serve.openai.routes import OpenAi, Stateless
 
@@ -87,17 +90,20 @@ def online_service(
     model_id: str,
     context: int,
     num_ids: int,
+    chats: ChatStore | None = None,
 ) -> Service:
     """Build the service. `context`: most tokens of prompt and completion together. `num_ids`: size of the
-    vocabulary."""
+    vocabulary. `chats`: keeps chats for feedback."""
     renderer = renderer.within(context)
     embedded = conductor.spec.engine.kind == "server"
     on_update = _ON_UPDATE.get(conductor.spec.engine.on_update, _NO_CHOICE) if embedded else _NO_CHOICE
     sessions = Sessions(renderer, kept)
-    openai = OpenAi(conductor.engine, renderer, Recorded(sessions), model_id, context, num_ids, on_update=on_update)
+    openai = OpenAi(conductor.engine, renderer, Recorded(sessions), model_id, context, num_ids, on_update=on_update,
+                    chats=chats)  # fmt: skip
     api, router = _OnlineApi(conductor, SampleRequirements(renderer, context, num_ids), sessions), APIRouter()
     for prefix in ("/v1", "/sessions/{session}/v1"):
         router.include_router(openai.router(prefix))
+    router.include_router(feedback_router(chats, partial(conductor.feedback, "thumb")))
 
     async def of_past(version: Number) -> OpenAi:
         conductor.store.version(version)
@@ -124,6 +130,8 @@ def online_service(
         await past.close()
         await conductor.close()
         kept.close()
+        if chats is not None:
+            chats.close()
 
     gets = {
         "/train/status": api.status, "/train/jobs": api.jobs, "/train/jobs/{id}": api.job, "/train/events": api.events,

@@ -72,6 +72,10 @@ class SampleJob:
     logprobs: bool = False
     token_ids: bool = False
     calls: bool = False
+    """Whether calls of tools are parsed."""
+    messages: Sequence[Message] = ()
+    """The chat, if it is kept for feedback."""
+    tools: bool = False
     """Whether tools were offered."""
 
     @property
@@ -117,6 +121,8 @@ class Choice:
         self._calls = renderer.call_stream() if job.calls else None
         self._told: tuple[list[str], list[str], list[dict[str, Any]]] = [], [], []  # text, thought, calls
         self.piece = ChoiceDelta(index, opens=True)
+        self.told: Message = {}
+        """The whole turn, once it is finished."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         piece, self.version = self.piece, version
@@ -137,7 +143,8 @@ class Choice:
         text, thought, calls = self._told
         self.piece.finish_reason = "tool_calls" if calls and reason == "stop" else reason
         self.piece.spans = completion.spans
-        self._place.keep(completion, message("".join(text), "".join(thought), calls), self._sampling)
+        self.told = message("".join(text), "".join(thought), calls)
+        self._place.keep(completion, self.told, self._sampling)
 
     def take(self) -> ChoiceDelta:
         piece, self.piece = self.piece, ChoiceDelta(self.piece.index, opens=False)

@@ -47,7 +47,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -184,6 +183,8 @@ class _RequestBase(SamplingParams):
     """Requests of one user share one share of the engine."""
     safety_identifier: str = ""
     """The newer name of `user`."""
+    store: bool | None = None
+    """false: the chat is not kept for feedback."""
     # Labels for the logs of a hosted service; accepted without effect.
     prompt_cache_key: str = ""
     metadata: dict[str, str] = {}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
@@ -19,7 +20,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tandem.errors import TandemError, TextTooLong
+from tandem.errors import StoreError, TandemError, TextTooLong
+from tandem.io.chat_feedback import ChatStore
 from tandem.protocols import OnToken
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.refusals import RequestRefused, as_refused
@@ -43,6 +45,7 @@ from tandem.serve.openai.choices import (
     Speech,
     usage,
 )
+from tandem.serve.openai.feedback_route import feedback_router
 from tandem.serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -57,6 +60,8 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 SESSION_HEADER = "X-Tandem-Session"
 DEFAULT_TOKENS = 4096
@@ -130,13 +135,23 @@ async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: 
 
 
 def openai_service(
-    engine: Sampler, renderer: ChatRenderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096
-) -> Service:
+    engine: Sampler, renderer: ChatRenderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096,
+    chats: ChatStore | None = None,
+) -> Service:  # fmt: skip
     """Build the routes. `context`: most tokens of prompt and completion together. `num_ids`: size of the vocabulary.
-    `max_requests`: most samples at a time."""
+    `max_requests`: most samples at a time. `chats`: keeps chats for feedback."""
     renderer = renderer.within(context)
-    api = OpenAi(engine, renderer, Stateless(renderer), model_id, context, num_ids, max_requests)
-    return Service("tandem serve", api.router("/v1"), api.limits, api.books.registry, engine.close)
+    api = OpenAi(engine, renderer, Stateless(renderer), model_id, context, num_ids, max_requests, chats=chats)
+    router = APIRouter()
+    router.include_router(api.router("/v1"))
+    router.include_router(feedback_router(chats))
+
+    async def close() -> None:
+        await engine.close()
+        if chats is not None:
+            chats.close()
+
+    return Service("tandem serve", router, api.limits, api.books.registry, close)
 
 
 class _Books:
@@ -145,6 +160,7 @@ class _Books:
         self.prompt_tokens = Counter("tandem_prompt_tokens", "Prompt tokens received.", registry=registry)
         self.sampled_tokens = Counter("tandem_sampled_tokens", "Tokens sampled and delivered.", registry=registry)
         self.cancelled = Counter("tandem_samples_cancelled", "Samples whose client hung up.", registry=registry)
+        self.not_kept = Counter("tandem_chats_not_kept", "Chats that the disk did not take.", registry=registry)
         self.running = Gauge("tandem_samples_running", "Samples that are running.", registry=registry)
         version = Gauge("tandem_weight_version", "The version of the weights that is served.", registry=registry)
         version.set_function(lambda: engine.version)
@@ -164,6 +180,8 @@ class OpenAi:
     max_requests: int = 4096
     on_update: frozenset[str] = frozenset()
     """The values of `on_update` that a request may choose."""
+    chats: ChatStore | None = None
+    """Keeps chats for feedback."""
     running: int = 0
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -198,12 +216,15 @@ class OpenAi:
         given = await read(request, conversation)
         asked = given.asked
         self._check_model(asked.model)
+        self._check_store(asked, self.chats)
         opened = await self.opened("messages", self.conversations.chat(request, given.messages, given.tools, asked.n))
         let_go(request)  # only now: its parsed body still takes the memory
         room = max(1, self.context - len(opened.places[0].prompt))
         max_tokens = asked.max_completion_tokens or asked.max_tokens or min(room, DEFAULT_TOKENS)
         calls = bool(asked.tools) and asked.tool_choice == "auto"
         job = self._job(asked, opened, max_tokens, one_prompt=True, logprobs=asked.logprobs, calls=calls)
+        if self.chats is not None and asked.store is not False:
+            job = replace(job, messages=given.messages, tools=bool(given.tools))
         self.check(job, "messages")
         return await self._answer(request, job, CHAT)
 
@@ -211,6 +232,7 @@ class OpenAi:
     async def complete(self, request: Request) -> Response:
         asked = await parse(CompletionRequest, request)
         self._check_model(asked.model)
+        self._check_store(asked, None)
         one_prompt = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int)
         given: Any = [asked.prompt] if one_prompt else asked.prompt
         self._check_load(asked.n * len(given))
@@ -254,6 +276,11 @@ class OpenAi:
             raise RequestRefused(404, f"there is no model '{name}'; this service has '{self.model_id}'", field="model",
                           code="model_not_found")  # fmt: skip
 
+    def _check_store(self, asked: ChatRequest | CompletionRequest, chats: ChatStore | None) -> None:
+        if asked.store and chats is None:
+            text = "store = true: this is kept of chats only, and by a service with feedback; leave it out"
+            raise RequestRefused(422, text, field="store")
+
     def _check_prompt(self, prompt: list[int], max_tokens: int, named: str) -> None:
         if not prompt:
             raise RequestRefused(422, f"{named} is empty; send at least one token", field=named)
@@ -290,6 +317,7 @@ class OpenAi:
         choices = await self.whole(request, job, parts_thoughts=layout.parts_thoughts)
         version = max(choice.version for choice in choices)
         body = self._head(job, layout, layout.object, version)
+        await self._keep(body["id"], job, choices)
         body["choices"] = [self._choice(choice.take(), job, layout) for choice in choices]
         body["usage"] = usage(job, choices)
         if job.token_ids:
@@ -320,9 +348,13 @@ class OpenAi:
 
         for choice in choices if layout.greets else ():
             yield chunk(choice)
+        unfinished = len(choices)
         try:
             async for choice in self._play(job, choices):
                 head["weight_version"] = choice.version
+                unfinished -= choice.piece.finish_reason is not None
+                if not unfinished:  # before the last chunk: a client may hang up after it
+                    await self._keep(head["id"], job, choices)
                 yield chunk(choice)
         except TandemError as error:  # the status line was sent, so the failure is sent as an event
             yield _event(as_refused(error).openai[1])
@@ -330,6 +362,17 @@ class OpenAi:
         if job.include_usage:
             yield _event({**head, "choices": [], "usage": usage(job, choices)})
         yield "data: [DONE]\n\n"
+
+    async def _keep(self, id: str, job: SampleJob, choices: Sequence[Choice]) -> None:
+        """Keep a chat for feedback. If the disk fails, the client gets its answer all the same."""
+        if self.chats is None or not job.messages:
+            return
+        answers, version = [choice.told for choice in choices], max(choice.version for choice in choices)
+        try:
+            await self.chats.keep(id, job.messages, answers, version, tools=job.tools)
+        except StoreError as error:
+            self.books.not_kept.inc()
+            _log.error("chat %s is not kept: %s", id, error)
 
     async def _play(self, job: SampleJob, choices: list[Choice]) -> AsyncIterator[Choice]:
         """Sample all choices at once; yield a choice whenever it has new text and when it is complete."""

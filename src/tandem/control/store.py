@@ -1,0 +1,215 @@
+"""The database of the control plane, SQLite or PostgreSQL. One thread writes; one commit covers many changes.
+
+consumes: changes (functions of a Session)   waits for: the database's disk
+produces: their results, once they are committed
+
+Each change has a savepoint: one that raises is undone alone. One process at a time owns the database: the data
+directory is locked, and on PostgreSQL the writing connection also holds an advisory lock, which ends with it. So a
+process that lost its connection can write nothing until it holds the lock again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+from sqlalchemy.orm import Session
+
+from tandem.control.migrate import migrate
+from tandem.errors import SpecError, StoreBroken, StoreError, StoreFull, StoreOwned
+from tandem.io.extras import require_extra
+from tandem.io.sqlite_store import owned
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_AT_ONCE = 256
+_LOCK = 0x74616E64656D  # of PostgreSQL's advisory locks; the database's name is part of the lock by itself
+_FULL = {"53100"}  # PostgreSQL: disk_full
+FILE = "control.sqlite3"
+
+
+@dataclass
+class _Write:
+    change: Callable[[Session], Any]
+    future: concurrent.futures.Future[Any] = field(default_factory=lambda: concurrent.futures.Future[Any]())
+    result: Any = None
+
+
+class Store:
+    """The store. `url`: of a PostgreSQL database; empty: SQLite in the data directory."""
+
+    def __init__(self, directory: Path, url: str = "") -> None:
+        if url and not url.startswith("postgresql"):
+            raise SpecError(
+                f"--database = '{url}': write postgresql+psycopg://USER@HOST/NAME, or leave it out for SQLite"
+            )
+        if url:
+            require_extra("postgres", "psycopg")
+        self._held = ExitStack()
+        self._held.enter_context(owned(directory))
+        try:
+            if not url:
+                os.close(os.open(directory / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self.engine = _engine(url or f"sqlite:///{directory / FILE}")
+            self._held.callback(self.engine.dispose)
+            self._connection: sa.Connection | None = self._connect()
+            migrate(self._connection)
+        except BaseException:
+            self._drop()
+            self._held.close()
+            raise
+        self._broken: StoreError | None = None
+        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="control-store", daemon=True)
+        self._thread.start()
+
+    @property
+    def broken(self) -> str:
+        """Why nothing is acknowledged any more; empty while the database works."""
+        return str(self._broken or "")
+
+    async def write(self, change: Callable[[Session], T]) -> T:
+        """Make a change; return its result once it is committed. A change may run after its caller was cancelled."""
+        write = _Write(change)
+        self._writes.put(write)
+        return await asyncio.wrap_future(write.future)
+
+    async def read(self, query: Callable[[Session], T]) -> T:
+        """Ask a question about committed data, on a thread."""
+        return await asyncio.to_thread(self._ask, query)
+
+    def close(self) -> None:
+        """Finish all changes, then release the database."""
+        if self._thread.is_alive():
+            self._writes.put(None)
+            self._thread.join()
+        self._drop()
+        self._held.close()
+
+    def _ask(self, query: Callable[[Session], T]) -> T:
+        try:
+            with Session(self.engine, expire_on_commit=False) as session:
+                return query(session)
+        except exc.OperationalError as error:
+            raise StoreBroken(f"the database does not answer: {error.orig}") from error
+
+    # --- the writer's thread
+
+    def _work(self) -> None:
+        while (first := self._writes.get()) is not None:
+            batch, last = [first], False
+            while len(batch) < _MOST_AT_ONCE and not self._writes.empty():
+                if (more := self._writes.get()) is None:
+                    last = True
+                    break
+                batch.append(more)
+            self._commit(batch)
+            if last:
+                return
+
+    def _commit(self, batch: Sequence[_Write]) -> None:
+        batch = [each for each in batch if each.future.set_running_or_notify_cancel()]
+        try:
+            if self._broken is not None:
+                raise self._broken
+            if self._connection is None:
+                self._connection = self._connect()
+            with self._connection.begin():
+                done = [each for each in batch if self._apply(self._connection, each)]
+        except (StoreError, exc.DBAPIError, OSError) as error:
+            refusal = self._undone(error)
+            for each in batch:
+                if not each.future.done():
+                    each.future.set_exception(refusal)
+            return
+        for each in done:
+            each.future.set_result(each.result)
+
+    def _apply(self, connection: sa.Connection, write: _Write) -> bool:
+        """Make a change. Return False if it raised: then it was undone, and its caller gets the error."""
+        try:
+            with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as session:
+                write.result = write.change(session)
+                session.commit()  # releases the savepoint
+        except exc.OperationalError:
+            raise  # the database's own failure, which ends the whole transaction
+        except Exception as error:  # noqa: BLE001 - the caller's own failure, which is handed back to it
+            write.future.set_exception(error)
+            return False
+        return True
+
+    def _undone(self, error: Exception) -> StoreError:
+        """Return the error for the callers of a transaction that was undone."""
+        if isinstance(error, StoreError):
+            return error
+        _log.error("the control plane's database: %s", error)
+        if _no_room(error):
+            return StoreFull(f"the database has no room ({error}); free some space, and send it again")
+        self._drop()
+        told = StoreBroken(f"the database failed: {error}; nothing was written, send it again")
+        if self.engine.dialect.name == "sqlite":  # after a failed fsync, what the disk holds is unknown
+            self._broken = StoreBroken(f"{told}; repair the disk and restart the control plane")
+        return self._broken or told
+
+    def _connect(self) -> sa.Connection:
+        connection = self.engine.connect()
+        if self.engine.dialect.name == "postgresql":
+            held = connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK))).scalar_one()
+            connection.commit()  # the lock is the session's, not the transaction's
+            if not held:
+                connection.close()
+                raise StoreOwned("another control plane holds this database; end it first, or name another --database")
+        return connection
+
+    def _drop(self) -> None:
+        connection, self._connection = getattr(self, "_connection", None), None
+        if connection is not None:
+            with suppress(exc.DBAPIError):
+                connection.invalidate()  # not back into the pool: the lock must end with it
+                connection.close()
+
+
+def _engine(url: str) -> sa.Engine:
+    if not url.startswith("sqlite"):
+        return sa.create_engine(url, pool_pre_ping=True)
+    engine = sa.create_engine(url, connect_args={"timeout": 30})
+
+    @event.listens_for(engine, "connect")
+    def settings(connection: sqlite3.Connection, _: Any) -> None:  # pyright: ignore[reportUnusedFunction]
+        connection.isolation_level = None  # the driver's own BEGIN comes too late for savepoints
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA foreign_keys=ON")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:  # pyright: ignore[reportUnusedFunction]
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
+
+
+def _no_room(error: BaseException | None) -> bool:
+    """Return whether the disk is full. SQLite then undoes the whole transaction by itself, so undoing the savepoint
+    fails as well: the first error is the context of the last."""
+    while error is not None:
+        origin = getattr(error, "orig", None)
+        if getattr(origin, "sqlstate", "") in _FULL or (
+            isinstance(origin, sqlite3.Error) and origin.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

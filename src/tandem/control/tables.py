@@ -1,0 +1,111 @@
+"""The tables of the control plane. Ids are `<kind>_<26 characters>`; times are milliseconds since 1970, in UTC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+_ID, _NAME = String(40), String(120)
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Org(Base):
+    """Who owns runs. Its id is in every row and in every question to the database."""
+
+    __tablename__ = "orgs"
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    at: Mapped[int] = mapped_column(BigInteger)
+    name: Mapped[str] = mapped_column(_NAME, unique=True)
+
+
+class Run(Base):
+    """A run: its spec, what its owner wants, and its state."""
+
+    __tablename__ = "runs"
+    __table_args__ = (Index("runs_by_state", "state"), Index("runs_by_org", "org", "at"))
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    at: Mapped[int] = mapped_column(BigInteger)
+    name: Mapped[str] = mapped_column(_NAME)
+    spec_toml: Mapped[str] = mapped_column(Text)
+    target: Mapped[str] = mapped_column(_NAME)
+    usd_per_hour: Mapped[float] = mapped_column(Float)
+    max_cost_usd: Mapped[float] = mapped_column(Float)
+    retries: Mapped[int] = mapped_column(Integer)
+    """New attempts that the loop may begin after failures, for each submit or resume."""
+    retries_left: Mapped[int] = mapped_column(Integer)
+    want: Mapped[str] = mapped_column(String(10))
+    """run, stop or cancel. Only the owner changes it, never the loop."""
+    wanted_at: Mapped[int] = mapped_column(BigInteger)
+    state: Mapped[str] = mapped_column(String(10))
+    why: Mapped[str] = mapped_column(Text)
+    wait_until: Mapped[int] = mapped_column(BigInteger)
+    attempt_n: Mapped[int] = mapped_column(Integer)
+    """The number of its newest attempt; 0: none yet."""
+    event_n: Mapped[int] = mapped_column(Integer)
+    rev: Mapped[int] = mapped_column(Integer)
+    """Counts the writes of this row: a writer that has read another number writes nothing."""
+    ended_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class Attempt(Base):
+    """One execution of a run. It is claimed here before it trains, and closed here before another begins."""
+
+    __tablename__ = "attempts"
+    __table_args__ = (UniqueConstraint("run", "n", name="one_attempt_a_number"),)
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    run: Mapped[str] = mapped_column(_ID, ForeignKey("runs.id"))
+    at: Mapped[int] = mapped_column(BigInteger)
+    n: Mapped[int] = mapped_column(Integer)
+    name: Mapped[str] = mapped_column(_NAME, unique=True)
+    """The name of its job at the provider, written before the provider is asked."""
+    target: Mapped[str] = mapped_column(_NAME)
+    usd_per_hour: Mapped[float] = mapped_column(Float)
+    handle: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    state: Mapped[str] = mapped_column(String(10))
+    """open, claimed or closed."""
+    claimed_by: Mapped[str] = mapped_column(_NAME)
+    claimed_at: Mapped[int] = mapped_column(BigInteger)
+    lease_until: Mapped[int] = mapped_column(BigInteger)
+    ticks: Mapped[int] = mapped_column(BigInteger)
+    """The progress counter that its agent told last."""
+    moved_at: Mapped[int] = mapped_column(BigInteger)
+    """When the counter changed last, by this machine's clock."""
+    limit_ms: Mapped[int] = mapped_column(BigInteger)
+    """The longest time in the run's stage without a tick."""
+    end: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """How the claimed execution says that it ended; it says so once."""
+    ended_at: Mapped[int] = mapped_column(BigInteger)
+    closed_at: Mapped[int] = mapped_column(BigInteger)
+    closed_why: Mapped[str] = mapped_column(Text)
+
+
+class Event(Base):
+    """What happened to a run, numbered from 1."""
+
+    __tablename__ = "events"
+    run: Mapped[str] = mapped_column(_ID, ForeignKey("runs.id"), primary_key=True)
+    n: Mapped[int] = mapped_column(Integer, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    at: Mapped[int] = mapped_column(BigInteger)
+    kind: Mapped[str] = mapped_column(String(40))
+    body: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class Usage(Base):
+    """What was used. The key is made of what is counted, so that counting it again adds nothing."""
+
+    __tablename__ = "usage"
+    key: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    run: Mapped[str] = mapped_column(_ID, ForeignKey("runs.id"), index=True)
+    kind: Mapped[str] = mapped_column(String(40))
+    began: Mapped[int] = mapped_column(BigInteger)
+    ended: Mapped[int] = mapped_column(BigInteger)
+    usd: Mapped[float] = mapped_column(Float)

@@ -1,0 +1,256 @@
+"""Every change of a run or an attempt. Each function is one change of the store: all of it is written, or nothing.
+
+A caller submits, asks to end and resumes. An agent claims, renews and ends. The loop opens, notes, moves and closes. An
+UPDATE names what its writer has read; where it changes no row, another writer was first, and the change raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, wanted
+from tandem.control.ids import new_id
+from tandem.control.tables import Attempt, Event, Org, Run, Usage
+from tandem.errors import Conflict, Fenced, NotKnown
+from tandem.types import Handle
+
+LEASE_MS = 60_000
+"""How long an agent may be silent. It renews every second."""
+
+
+# --- a caller
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """What a caller submits. `spec_toml` was checked before."""
+
+    org: str
+    name: str
+    spec_toml: str
+    target: str
+    usd_per_hour: float = 0.0
+    max_cost_usd: float = 0.0
+    retries: int = 3
+
+
+def make_org(session: Session, name: str, now: int) -> str:
+    """Return the id of the org of this name; make it if there is none."""
+    known = session.scalar(sa.select(Org.id).where(Org.name == name))
+    if known is not None:
+        return known
+    session.add(Org(id=(made := new_id("org")), at=now, name=name))
+    return made
+
+
+def submit(session: Session, asked: Submitted, now: int) -> str:
+    """Queue a run; return its id."""
+    run = Run(
+        id=new_id("run"), at=now, **asdict(asked), retries_left=asked.retries, want="run", wanted_at=now,
+        state="queued", why="", wait_until=0, attempt_n=0, event_n=0, rev=0, ended_at=0,
+    )  # fmt: skip
+    session.add(run)
+    session.flush()
+    _tell(session, run.id, now, "state", state="queued")
+    return run.id
+
+
+def ask_to_end(session: Session, org: str, run_id: str, want: Literal["stop", "cancel"], now: int) -> None:
+    """Ask a run to end. Again, or after its end, is harmless; a cancel also follows a stop, but not the reverse."""
+    run = _run(session, org, run_id)
+    if run.state in ENDED or run.want == "cancel" or run.want == want:
+        return
+    _set_run(session, run.id, run.rev, want=want, wanted_at=now)
+    _tell(session, run_id, now, "want", want=want)
+
+
+def resume(session: Session, org: str, run_id: str, now: int) -> None:
+    """Queue a run again that was stopped, failed or cancelled."""
+    run = _run(session, org, run_id)
+    if run.state not in ENDED or run.state == "succeeded":
+        raise Conflict(f"run '{run_id}' is {run.state}; only one that stopped, failed or was cancelled can be resumed")
+    fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
+    _set_run(session, run.id, run.rev, retries_left=run.retries, **fresh)
+    _tell(session, run_id, now, "state", state="queued")
+
+
+# --- an agent
+
+
+def claim(session: Session, attempt_id: str, instance: str, now: int) -> None:
+    """Claim an attempt for one execution. Asking again as the same one is harmless; Conflict if it is another's, or
+    closed: that execution must end, having touched nothing."""
+    won = _set_attempt(
+        session, attempt_id, Attempt.state == "open",
+        state="claimed", claimed_by=instance, claimed_at=now, lease_until=now + LEASE_MS, moved_at=now,
+    )  # fmt: skip
+    attempt = _attempt(session, attempt_id)
+    if attempt.state == "closed" or attempt.claimed_by != instance:
+        by = "was closed" if attempt.state == "closed" else "is another execution's"
+        raise Conflict(f"attempt '{attempt_id}' {by}; end here, and write nothing")
+    if won:
+        _tell(session, attempt.run, now, "attempt", n=attempt.n, state="claimed")
+
+
+def renew(session: Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int) -> Want:
+    """Renew the lease by a sign of life; return what the execution should do. Fenced if it must end at once."""
+    attempt = _claimed_by(session, attempt_id, instance)
+    moved = {"moved_at": now, "ticks": ticks} if ticks != attempt.ticks else {}
+    _set_attempt(
+        session, attempt_id, Attempt.state == "claimed", lease_until=now + LEASE_MS, limit_ms=limit_ms, **moved
+    )
+    run, views = _run(session, attempt.org, attempt.run), _spent(session, [attempt.run])
+    return wanted(view_of_run(run, views.get(run.id, 0.0)), view_of_attempt(attempt), now)[0]
+
+
+def end(session: Session, attempt_id: str, instance: str, ending: Ending, now: int) -> None:
+    """Write how the claimed execution ended. The first word counts; Fenced if the attempt was closed before."""
+    if _claimed_by(session, attempt_id, instance).end is None:
+        _set_attempt(session, attempt_id, Attempt.state == "claimed", end=asdict(ending), ended_at=now)
+
+
+# --- the loop
+
+
+def live(session: Session) -> list[tuple[RunView, AttemptView | None]]:
+    """Return the runs that have not ended, each with its newest attempt."""
+    newest = sa.and_(Attempt.run == Run.id, Attempt.n == Run.attempt_n)
+    found = session.execute(
+        sa.select(Run, Attempt).join(Attempt, newest, isouter=True).where(Run.state.not_in(ENDED)).order_by(Run.at)
+    ).all()
+    spent = _spent(session, [run.id for run, _ in found])
+    return [
+        (view_of_run(run, spent.get(run.id, 0.0)), None if attempt is None else view_of_attempt(attempt))
+        for run, attempt in cast("list[tuple[Run, Attempt | None]]", found)
+    ]
+
+
+def open_names(session: Session, names: Sequence[str]) -> set[str]:
+    """Return which of these names belong to attempts that are not closed."""
+    found = sa.select(Attempt.name).where(Attempt.name.in_(names), Attempt.state != "closed")
+    return set(session.scalars(found)) if names else set()
+
+
+def open_attempt(session: Session, run: RunView, n: int, prefix: str, now: int) -> None:
+    """Write an attempt's row, with the name that its job will have, before the provider is asked."""
+    row = session.get_one(Run, run.id)
+    _set_run(session, run.id, run.rev, state="starting", why="", attempt_n=n)
+    session.add(
+        Attempt(
+            id=new_id("attempt"), org=row.org, run=run.id, at=now, n=n, name=f"{prefix}{run.id}-{n}", target=row.target,
+            usd_per_hour=row.usd_per_hour, handle=None, state="open", claimed_by="", claimed_at=0, lease_until=0,
+            ticks=0, moved_at=0, limit_ms=0, end=None, ended_at=0, closed_at=0, closed_why="",
+        )
+    )  # fmt: skip
+    session.flush()
+    _tell(session, run.id, now, "state", state="starting", attempt=n)
+
+
+def note_handle(session: Session, attempt: AttemptView, handle: Handle) -> None:
+    _set_attempt(session, attempt.id, sa.and_(Attempt.state != "closed"), handle=asdict(handle))
+
+
+def move(session: Session, run: RunView, state: RunState, why: str, now: int) -> None:
+    _set_run(session, run.id, run.rev, state=state, why=why, **({"ended_at": now} if state in ENDED else {}))
+    _tell(session, run.id, now, "state", state=state, why=why)
+
+
+def close(
+    session: Session, run: RunView, attempt: AttemptView, state: RunState, why: str, wait_ms: int, now: int
+) -> None:
+    """Close the attempt as it was read, count what it used, and write the run's state."""
+    again = state == "waiting"
+    more: dict[str, Any] = {"ended_at": now} if state in ENDED else {}
+    if again:
+        more = {"wait_until": now + wait_ms, "retries_left": run.retries_left - 1}
+    _set_run(session, run.id, run.rev, state=state, why=why, **more)
+    as_read = sa.and_(
+        Attempt.state == attempt.state,
+        Attempt.lease_until == attempt.lease_until,
+        (Attempt.ended_at == 0) if attempt.end is None else (Attempt.ended_at > 0),
+    )
+    if not _set_attempt(session, attempt.id, as_read, state="closed", closed_at=now, closed_why=why or state):
+        raise Conflict(f"attempt '{attempt.id}' has changed since it was read")
+    if attempt.claimed_at:
+        row = _attempt(session, attempt.id)
+        until = max(row.claimed_at, row.ended_at or min(now, row.lease_until))
+        session.add(
+            Usage(
+                key=f"{row.id}:compute", org=row.org, run=row.run, kind="compute", began=row.claimed_at, ended=until,
+                usd=attempt.cost_usd(until),
+            )
+        )  # fmt: skip
+    _tell(session, run.id, now, "state", state=state, why=why, attempt=attempt.n)
+
+
+# --- rows
+
+
+def view_of_run(row: Run, spent_usd: float) -> RunView:
+    return RunView(
+        row.id, cast("RunState", row.state), cast("Want", row.want), row.rev, row.attempt_n, row.retries,
+        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd,
+    )  # fmt: skip
+
+
+def view_of_attempt(row: Attempt) -> AttemptView:
+    return AttemptView(
+        row.id, row.n, row.name, cast("Any", row.state), row.target, row.at,
+        None if row.handle is None else Handle(**row.handle), row.claimed_at, row.lease_until, row.moved_at,
+        row.limit_ms, row.usd_per_hour, None if row.end is None else _ending(row.end),
+    )  # fmt: skip
+
+
+def _ending(told: dict[str, Any]) -> Ending:
+    return Ending(cast("EndState", told["state"]), str(told["why"]), bool(told["retriable"]))
+
+
+def _spent(session: Session, runs: Sequence[str]) -> dict[str, float]:
+    if not runs:
+        return {}
+    sums = sa.select(Usage.run, sa.func.sum(Usage.usd)).where(Usage.run.in_(runs)).group_by(Usage.run)
+    return {run: float(usd) for run, usd in session.execute(sums)}
+
+
+def _run(session: Session, org: str, run_id: str) -> Run:
+    run = session.scalar(sa.select(Run).where(Run.id == run_id, Run.org == org))
+    if run is None:
+        raise NotKnown(f"there is no run '{run_id}'", field="run")
+    return run
+
+
+def _attempt(session: Session, attempt_id: str) -> Attempt:
+    found = sa.select(Attempt).where(Attempt.id == attempt_id).execution_options(populate_existing=True)
+    if (attempt := session.scalar(found)) is None:
+        raise NotKnown(f"there is no attempt '{attempt_id}'", field="attempt")
+    return attempt
+
+
+def _claimed_by(session: Session, attempt_id: str, instance: str) -> Attempt:
+    attempt = _attempt(session, attempt_id)
+    if attempt.state != "claimed" or attempt.claimed_by != instance:
+        raise Fenced(f"attempt '{attempt_id}' was closed or is another execution's; end here, and write nothing more")
+    return attempt
+
+
+def _set_run(session: Session, run_id: str, rev: int, **values: Any) -> None:
+    found = session.execute(sa.update(Run).where(Run.id == run_id, Run.rev == rev).values(rev=rev + 1, **values))
+    if cast("sa.CursorResult[Any]", found).rowcount != 1:
+        raise Conflict(f"run '{run_id}' has changed since it was read; send it again")
+
+
+def _set_attempt(session: Session, attempt_id: str, where: sa.ColumnElement[bool], **values: Any) -> bool:
+    found = session.execute(sa.update(Attempt).where(Attempt.id == attempt_id, where).values(**values))
+    return cast("sa.CursorResult[Any]", found).rowcount == 1
+
+
+def _tell(session: Session, run_id: str, now: int, kind: str, **body: Any) -> None:
+    number = sa.update(Run).where(Run.id == run_id).values(event_n=Run.event_n + 1).returning(Run.event_n, Run.org)
+    n, org = session.execute(number).one()
+    session.add(Event(run=run_id, n=n, org=org, at=now, kind=kind, body=body))
+    session.flush()

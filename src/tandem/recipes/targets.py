@@ -1,0 +1,39 @@
+"""Say what each configured target offers now."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.build.targets import AnyTarget, open_provider, read_targets
+from tandem.errors import ProviderError
+from tandem.types import Need, Offer
+
+
+@dataclass(frozen=True)
+class TargetOffers:
+    """What a target offers for a need."""
+
+    target: str
+    kind: str
+    offers: list[Offer]
+    error: str = ""
+    """Why there is no answer; empty if there is one."""
+
+
+def list_targets(need: Need | None = None, *, file: Path | None = None) -> list[TargetOffers]:
+    """Return what each target of `file` offers now for `need`, its price and why not. Nothing is started."""
+    targets = read_targets(file)
+
+    async def all_at_once() -> list[TargetOffers]:
+        return list(await asyncio.gather(*(_asked(name, each, need or Need()) for name, each in targets.items())))
+
+    return asyncio.run(all_at_once())
+
+
+async def _asked(name: str, settings: AnyTarget, need: Need) -> TargetOffers:
+    try:
+        return TargetOffers(name, settings.kind, await open_provider(settings).offers(need))
+    except ProviderError as error:
+        return TargetOffers(name, settings.kind, [], str(error))
