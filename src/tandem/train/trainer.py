@@ -174,7 +174,7 @@ class PolicyTrainer:
             raise NonFinite(f"version {self.version}: the gradient's norm is {norm}; the weights are unchanged")
         self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
         self.version += 1
-        return {"grad/norm": norm, "lr": lr, **self._optimizer.drain_metrics()}
+        return {"grad/norm": norm, "lr": lr, **self._optimizer.drain_metrics(), **self._measure_move()}
 
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
         metrics, gradients = self.gradients_of(batch)
