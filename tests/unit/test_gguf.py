@@ -126,6 +126,13 @@ def test_tokenizer_template_and_special_tokens_are_those_of_the_file(tmp_path: P
     assert generation == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [0, 2]}
 
 
+def test_spaces_before_a_digit_stay_together_as_in_the_model_s_own_tokenizer(tmp_path: Path):
+    """`smollm` is Digits, then ByteLevel: without Digits first, two spaces before a digit would be two pieces."""
+    path, _ = written(tmp_path / "m.gguf")
+    cut: Any = load_tokenizer(str(path)).backend_tokenizer.pre_tokenizer
+    assert [piece for piece, _ in cut.pre_tokenize_str("a  12 b")] == ["a", "ĠĠ", "1", "2", "Ġb"]
+
+
 def test_a_sentencepiece_vocabulary_is_rebuilt_with_its_merges(tmp_path: Path):
     pieces = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]

@@ -129,7 +129,8 @@ def sampled_by(policy: CausalPolicy, seed: int, version: int) -> Group:
 @pytest.mark.parametrize("stale", [False, True])
 def test_at_a_lag_of_one_a_healthy_run_goes_on_and_tokens_of_another_version_end_it(stale: bool) -> None:
     policy, start = make_policy(), make_policy()
-    trainer = make_trainer(policy, lr=lambda step: 3e-3, max_logprob_gap=limits_for(exact=True, layers=2))
+    limit = limits_for(exact=True, layers=2)
+    trainer = make_trainer(policy, lr=lambda step: 3e-3, max_logprob_gap=limit, measure_moves=True)
     waiting, seen = [sampled_by(policy, 0, 0)], list[Metrics]()
     for step in range(12):
         waiting.append(sampled_by(policy, step + 1, trainer.version))  # while the trainer is busy with the one before
@@ -142,3 +143,26 @@ def test_at_a_lag_of_one_a_healthy_run_goes_on_and_tokens_of_another_version_end
         return
     with pytest.raises(LogprobGap, match="1 version old"):
         trainer.step(make_step(wrong, version=trainer.version))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_weights_that_are_wrong_by_more_than_an_update_are_seen_if_updates_are_measured(measured: bool) -> None:
+    policy, wrong = make_policy(), make_policy()
+    limit = limits_for(exact=True, layers=2)
+    trainer = make_trainer(policy, lr=lambda step: 1e-4, max_logprob_gap=limit, measure_moves=measured)
+    for step in range(6):
+        now = sampled_by(policy, step, trainer.version)
+        trainer.step(make_step(now, version=trainer.version))
+    healthy = sampled_by(policy, 98, trainer.version)
+    with torch.no_grad():
+        for (_, ours), (_, theirs) in zip(policy.trainable(), wrong.trainable(), strict=True):
+            theirs.copy_(ours * 1.05)
+    scaled = sampled_by(wrong, 99, trainer.version)
+    trainer.step(make_step(sampled_by(policy, 97, trainer.version), version=trainer.version))
+    metrics = trainer.step(make_step(healthy, version=trainer.version))
+    assert metrics["sync/logprob_gap_older"] < metrics["sync/logprob_gap_older_limit"]
+    if not measured:
+        trainer.step(make_step(scaled, version=trainer.version))
+        return
+    with pytest.raises(LogprobGap, match=r"for what the policy moved: the tokens are of another version"):
+        trainer.step(make_step(scaled, version=trainer.version))

@@ -412,7 +412,8 @@ def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int,
     by_tree = model.num_shares > 1
     made = optimizers.of_stage(stage, model.policy, model.master, seed, by_row=by_tree)
     if not by_tree:
-        return PolicyTrainer(model.policy, algorithm, made, **options)
+        lags = isinstance(stage, RlStage) and stage.max_lag > 0 and not stage.gradient_release
+        return PolicyTrainer(model.policy, algorithm, made, measure_moves=lags, **options)
     from tandem.train.tree_trainer import TreeTrainer
 
     return TreeTrainer(model.policy, algorithm, made, update_metrics=metrics_of, **options)

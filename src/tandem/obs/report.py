@@ -117,7 +117,10 @@ def _facts(history: History) -> list[tuple[str, str]]:
         limit = largest(rows, "sync/logprob_gap_limit")
         facts.append(("largest logprob gap", f"{gap:.2g}" + (f", limit {limit:.2g}" if limit is not None else "")))
     if (gap := largest(rows, "sync/logprob_gap_older")) is not None:
-        facts.append(("the same of older tokens", f"{gap:.2g}"))
+        limit = largest(rows, "sync/logprob_gap_older_limit")
+        facts.append(("the same of older tokens", f"{gap:.2g}" + (f", limit {limit:.2g}" if limit is not None else "")))
+    if seen := [row["sync/logprob_gap_seen"] for row in rows if "sync/logprob_gap_seen" in row]:
+        facts.append(("trained tokens whose logprobs were compared", f"{100 * sum(seen) / len(seen):.1f} %"))
     return facts + _own_code(history)
 
 

@@ -82,4 +82,5 @@ class RlStage(Stage):
     """Largest mean logprob difference, in nats, between engine and trainer on tokens of the current version; the run
     ends if it is larger. auto: three times the gap of the run's first batch, at least 0.005 in float32 and 0.05 in 16
     bits, where the first batch may have 0.02 and 0.12; in 16 bits more for models of over 24 layers. Older tokens may
-    differ by 0.2 to 1 nats more for each version that they are old, by what the policy usually moves."""
+    differ by what the policy moved since then, too: at most twice what the updates between moved, as measured, and at
+    most 0.2 to 1 nats a version."""

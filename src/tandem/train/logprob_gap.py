@@ -3,8 +3,9 @@
 Tokens of the current version differ by rounding only. A healthy gap depends on the weights' type and the model's depth,
 so the limit is calibrated on the run's own first batch, under a ceiling that no healthy model reaches. A token that is
 `lag` versions old also differs by what the policy moved since then, so its limit is that of current tokens plus an
-allowance for each version. The allowance follows what earlier batches moved, between two bounds: this bounds the
-importance ratios that a run may train on, and a version that was stamped on the wrong tokens exceeds it.
+allowance for each version. The allowance follows what earlier batches differed by, between two bounds. It is at most
+twice what the updates between moved, as the trainer measures it (`MoveMeter`; not with several ranks or with gradient
+release). So weights that are wrong by more than an update are seen, however slowly a run learns.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _TIMES = 3.0  # the limit is this multiple of the first batch's gap
 _LAYERS = 24  # rounding adds up like a random walk over layers; below this depth the limits stay the same
 _LEAST, _MOST = 0.2, 1.0  # allowance in nats for a version of lag; a small model's first steps move it by 0.2
 _MOVES_KEPT = 16
+_MEASURED_TIMES, _MEASURED_KEPT = 2.0, 64  # the allowance is this multiple of what the updates moved; one for each lag
 
 GapRow = list[float]
 """Of one lag: the sum, the largest and the number of absolute differences."""
@@ -84,6 +86,23 @@ class Gap:
             self._add(lag, row)
 
 
+class MoveMeter:
+    """Measures what an update moves: the mean difference of the logprobs of a micro-batch from before to after it."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[MicroBatch, torch.Tensor] | None = None
+
+    def before(self, micro: MicroBatch, scored: TokenLogprobs) -> None:
+        """Note a micro-batch of the step. The smallest one is kept, because it is computed twice."""
+        if len(micro.target_N) and (self._kept is None or micro.ids_BT.numel() < self._kept[0].ids_BT.numel()):
+            self._kept = micro, scored.logprobs_N.detach()
+
+    def after(self, score: Callable[[MicroBatch], torch.Tensor]) -> float:
+        """Return what the update moved, in nats a token; NaN if the step had no micro-batch."""
+        kept, self._kept = self._kept, None
+        return math.nan if kept is None else (score(kept[0]) - kept[1]).abs().mean().item()
+
+
 class GapWatch:
     """Refuses batches whose gap exceeds the limit, and remembers what the limit is made of."""
 
@@ -91,17 +110,32 @@ class GapWatch:
         self._given = limit
         self._limit = limit if isinstance(limit, float | int) else math.nan
         self._moves: list[float] = []
+        self._measured: list[float] = []
+        """What the latest updates moved, one for each version, the newest last."""
         self._told = False
         self.on_limit: Callable[[Any, str], None] = lambda requested, text: None
         """Called once, with what the spec asks for and with the limit that holds."""
 
     def state(self) -> dict[str, Any]:
-        return {"limit": None if math.isnan(self._limit) else self._limit, "moves": self._moves}
+        return {
+            "limit": None if math.isnan(self._limit) else self._limit,
+            "moves": self._moves,
+            "measured": self._measured,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._moves = list(state["moves"])
+        self._measured = list(state.get("measured", ()))
         if isinstance(self._given, CalibratedLimit) and state["limit"] is not None:
             self._limit = state["limit"]
+
+    def moved(self, nats: float) -> Metrics:
+        """Note what the update that made a version moved."""
+        if not math.isfinite(nats):
+            self._measured = []
+            return {}
+        self._measured = [*self._measured, nats][-_MEASURED_KEPT:]
+        return {"update/moved": nats}
 
     def check(self, gap: Gap) -> None:
         """Raise LogprobGap if the batch's gap exceeds the limit, at any lag."""
@@ -113,8 +147,8 @@ class GapWatch:
                 raise LogprobGap(
                     f"sync: trainer and engine differ by {mean:.4f} nats per token (at most {most:.4f}) on tokens that "
                     f"are {lag} version{'s' if lag > 1 else ''} old, and the limit is {limit:.4f}: "
-                    f"train.max_logprob_gap and {self._allowance():.4f} for each version: the tokens are of another "
-                    "version than their stamp says, or train.lr moves the policy too far; lower train.lr or "
+                    f"train.max_logprob_gap and {self._allowance(lag):.4f} for what the policy moved: the tokens are "
+                    "of another version than their stamp says, or train.lr moves the policy too far; lower train.lr or "
                     "train.max_lag, or see docs/troubleshooting.md"
                 )
             raise LogprobGap(
@@ -138,6 +172,8 @@ class GapWatch:
         if older:
             total, count = (sum(row[column] for _, row in older) for column in (0, 2))
             metrics["sync/logprob_gap_older"] = total / count
+            if math.isfinite(limit := self._limit_at(min(lag for lag, _ in older))):
+                metrics["sync/logprob_gap_older_limit"] = limit
             self._moves = [*self._moves, *(row[0] / row[2] / lag for lag, row in older)][-_MOVES_KEPT:]
         if math.isfinite(self._limit):
             metrics["sync/logprob_gap_limit"] = self._limit
@@ -161,12 +197,15 @@ class GapWatch:
         limit = self._limit
         if math.isnan(limit) and isinstance(self._given, CalibratedLimit):
             limit = self._given.ceiling
-        return limit + lag * self._allowance()
+        return limit + self._allowance(lag)
 
-    def _allowance(self) -> float:
-        """Return what a token may differ by for each version that it is old."""
+    def _allowance(self, lag: int) -> float:
+        """Return what a token may differ by because it is `lag` versions old."""
         usual = 4 * statistics.median(self._moves) if self._moves else _MOST
-        return min(max(usual, _LEAST), _MOST)
+        bound = lag * min(max(usual, _LEAST), _MOST)
+        if 0 < lag <= len(self._measured):
+            bound = min(bound, _MEASURED_TIMES * sum(self._measured[-lag:]))
+        return bound
 
     def _named(self, limit: float) -> str:
         if isinstance(self._given, CalibratedLimit):

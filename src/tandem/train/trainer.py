@@ -21,7 +21,7 @@ from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import Collected, Released, clip_scale, total_norm
 from tandem.train.kl_estimate import set_kl
-from tandem.train.logprob_gap import CalibratedLimit, Gap, GapWatch
+from tandem.train.logprob_gap import CalibratedLimit, Gap, GapWatch, MoveMeter
 from tandem.train.memory_accounting import MemoryBreakdown, size_bytes
 from tandem.train.no_learning_check import Guard
 from tandem.types import Batch, Metrics, MicroBatch, Totals, WeightKind, Weights
@@ -49,8 +49,10 @@ class PolicyTrainer:
         max_logprob_gap: float | CalibratedLimit = math.inf,
         max_idle_steps: int = 1000,
         release: bool = False,
+        measure_moves: bool = False,
         stage: str = "train",
     ) -> None:
+        """`measure_moves`: measure what each update moves, for the gap of tokens of older versions."""
         self.version = version
         self.set_aside: list[list[str]] = []
         """Task ids of batches whose loss or gradient was not finite."""
@@ -58,6 +60,7 @@ class PolicyTrainer:
         self._policy, self._algorithm, self._optimizer = policy, algorithm, optimizer
         self._lr, self._clip_norm = lr, clip_norm
         self.gap_watch = GapWatch(max_logprob_gap)
+        self._meter = MoveMeter() if measure_moves else None
         self._sampling = {"temperature": temperature, "top_p": top_p}
         self._guard = Guard(max_idle_steps)
         self._memory = MemoryBreakdown(policy, optimizer, top_p)
@@ -171,7 +174,7 @@ class PolicyTrainer:
             raise NonFinite(f"version {self.version}: the gradient's norm is {norm}; the weights are unchanged")
         self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
         self.version += 1
-        return {"grad/norm": norm, "lr": lr, **self._optimizer.drain_metrics()}
+        return {"grad/norm": norm, "lr": lr, **self._optimizer.drain_metrics(), **self._measure_move()}
 
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
         metrics, gradients = self.gradients_of(batch)
@@ -182,7 +185,13 @@ class PolicyTrainer:
         memory = self._memory.metrics(size_bytes(gradients.values()), len(batch.micro))
         with self._memory.exact():
             self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
-        return {**metrics, **memory, "grad/norm": norm}
+        return {**metrics, **memory, **self._measure_move(), "grad/norm": norm}
+
+    def _measure_move(self) -> Metrics:
+        if self._meter is None:
+            return {}
+        moved = self._meter.after(lambda micro: self._policy.score(micro, **self._sampling))
+        return self.gap_watch.moved(moved)
 
     def _release_step(self, batch: Batch, lr: float) -> Metrics | None:
         assert self._released is not None
@@ -235,6 +244,8 @@ class PolicyTrainer:
         with self._memory.forward(micro):
             scored = self._policy.logprobs(micro, **self._sampling)
         gap.add(scored, micro, self.version)
+        if self._meter is not None:
+            self._meter.before(micro, scored)
         loss, token_sums = self._algorithm.loss(scored, micro, totals)
         sums["loss/total"] += loss.item()
         for name, value in token_sums.items():
@@ -242,6 +253,7 @@ class PolicyTrainer:
         return loss
 
     def _set_aside(self, batch: Batch, what: str) -> None:
+        self._meter = MoveMeter() if self._meter is not None else None
         self._note_bad(batch, f"{what}: the batch is skipped, the weights are unchanged")
         self._guard.bad(batch, what)
 
