@@ -73,5 +73,5 @@ def test_own_optimizer_and_callback_learn_and_resume_to_the_same_bytes(recipe: s
 
 @pytest.mark.parametrize("recipe", ["sft", "preference"])
 def test_a_loss_of_ones_own_is_refused_by_name(recipe: str, tmp_path: Path):
-    with pytest.raises(SpecError, match=r"algorithm.*name"):
+    with pytest.raises(SpecError, match=r"algorithm.*own"):
         tandem.parse_spec({**spec(recipe, tmp_path), "algorithm": {"name": "mine.py:loss"}})

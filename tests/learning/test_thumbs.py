@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -16,7 +17,9 @@ from typing import Any
 
 import httpx
 
+import tandem
 from tandem.build import training
+from tandem.io.chat_feedback import ChatStore, feedback_rows, write_rows
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
 
@@ -89,3 +92,23 @@ def test_the_page_goes_all_the_way_to_a_better_model_that_is_served(tmp_path: Pa
     assert all(answer.startswith("Hello ") and answer.endswith(", gladly.") for answer in answers), answers
     run(train_pairs, tmp_path)
     assert json.loads((tmp_path / "runs/pairs/status.json").read_text())["verdict"] == "improved"
+
+
+def test_thumbs_alone_are_trained_on_by_kto(tmp_path: Path):
+    async def fill() -> None:
+        store = ChatStore(tmp_path)
+        for number in range(40):
+            answer = {"role": "assistant", "content": "yes" if number % 2 else "no"}
+            await store.keep(str(number), [{"role": "user", "content": f"question {number}"}], [answer], 0)
+            await store.rate(str(number), 0, float(number % 2), "")
+        store.close()
+
+    asyncio.run(fill())
+    write_rows(feedback_rows(tmp_path, "labels"), tmp_path / "labels.jsonl")
+    spec = {
+        "recipe": "preference", "model": {"preset": "tiny"}, "algorithm": {"kind": "kto"},
+        "data": {"path": str(tmp_path / "labels.jsonl"), "eval_share": 0.25},
+        "train": {"steps": 6, "batch_size": 16, "lr": 3e-4},
+    }  # fmt: skip
+    ended = tandem.run(spec, tmp_path / "run").status
+    assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
