@@ -27,22 +27,22 @@ install-system:
 quickstart: install
 	$(BIN)/tandem train examples/quickstart.toml --set device=cpu
 
-# Three files at a time: a third of the time is waiting for processes and deadlines. In the order of the folders, since the
-# long files come first. With bytecode, even where the environment says otherwise: hundreds of processes import us. Tests
-# that ran again because the machine stood still (tests/conftest.py) are reported with what they said.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile \
-	--no-loadscope-reorder --rerun-show-tracebacks --durations=50 --durations-min=1
+# Four files at a time in the fast tier, and three in the slow one, whose tests are several processes each: a third of the time
+# is waiting for processes and deadlines. In the order of the folders, since the long files come first. With bytecode, even
+# where the environment says otherwise: hundreds of processes import us. Tests that ran again because the machine stood
+# still (tests/conftest.py) are reported with what they said.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder \
+	--rerun-show-tracebacks --durations=50 --durations-min=1
 
 # What a newcomer and every change runs.
 test: install
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) --numprocesses 4 -m 'not slow'
 
 # Kills, whole runs that must learn, and the other files that tests/conftest.py names.
 test-slow: install
-	$(PYTEST) -m slow
+	$(PYTEST) --numprocesses 3 -m slow
 
-test-all: install
-	$(PYTEST)
+test-all: test test-slow
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks

@@ -22,9 +22,9 @@ class TargetOffers:
     """Why there is no answer; empty if there is one."""
 
 
-def list_targets(need: Need | None = None, *, file: Path | None = None) -> list[TargetOffers]:
+def list_targets(need: Need | None = None, *, file: str | Path | None = None) -> list[TargetOffers]:
     """Return what each target of `file` offers now for `need`, its price and why not. Nothing is started."""
-    targets = read_targets(file)
+    targets = read_targets(Path(file) if file is not None else None)
 
     async def all_at_once() -> list[TargetOffers]:
         return list(await asyncio.gather(*(_asked(name, each, need or Need()) for name, each in targets.items())))
