@@ -105,14 +105,14 @@ def train(
     if go_on and run_dir is None:
         raise typer.BadParameter("--go-on: needs --run-dir, the directory of the run")
     from tandem.recipes import resume, run
-    from tandem.recipes.crew import as_launched, follow, is_follower, launched
+    from tandem.recipes.crew import as_launched, end_follower, follow, is_follower, launched
     from tandem.runs.failure_diagnosis import exits_by_class
 
     with exits_by_class(), launched():
         checked = as_launched(checked)
         if is_follower():
             follow(checked, run_dir)
-            return
+            end_follower()
         if go_on and run_dir is not None and (run_dir / "spec.toml").exists():
             status = resume(run_dir, ranks=checked.parallel.ranks, hosts=checked.parallel.hosts, view=view)
             directory = run_dir

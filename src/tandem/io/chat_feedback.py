@@ -111,21 +111,27 @@ def feedback_rows(source: str | Path, kind: Kind = "pairs", *, good_from: float 
 
     `source`: the service's data directory, or the run that was served. An answer is good if its value is at least
     `good_from`; left out, 0.5, which suits thumbs. pairs: a better answer beside the one that was sent, and a good
-    beside a bad answer to the same messages. Chats with tools are left out, because a row has no place for tools.
+    beside a bad answer to the same messages. Chats with tools are left out, because a row has no place for tools, and so
+    are empty answers, because there is nothing to train on.
     """
     rated = [each for each in _rated(_place(source)) if not each.tools]
     highest = max((each.value for each in rated), default=0.0)
     if good_from is None and highest > 1:
         raise RunError(f"good_from: ratings go up to {highest:g}; say from which value on an answer is good, such as 4")
     limit = _GOOD_FROM if good_from is None else good_from
+    said = [each for each in rated if each.answer.get("content")]
     if kind == "pairs":
-        return [*_pairs(rated, limit)]
+        return [*_pairs(said, limit)]
     if kind == "labels":
-        return [
-            {"prompt": each.prompt, "completion": [each.answer], "label": each.value >= limit} for each in rated
-        ] + [{"prompt": each.prompt, "completion": _said(each.better), "label": True} for each in rated if each.better]
+        return [{"prompt": each.prompt, "completion": [each.answer], "label": each.value >= limit} for each in said] + [
+            {"prompt": each.prompt, "completion": _said(each.better), "label": True} for each in rated if each.better
+        ]
     shown = [(each, _said(each.better) if each.better else [each.answer]) for each in rated]
-    return [{"messages": [*each.prompt, *answer]} for each, answer in shown if each.better or each.value >= limit]
+    return [
+        {"messages": [*each.prompt, *answer]}
+        for each, answer in shown
+        if each.better or (each.value >= limit and each.answer.get("content"))
+    ]
 
 
 def count_feedback(source: str | Path) -> dict[str, int]:

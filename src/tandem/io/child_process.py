@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -50,6 +51,7 @@ class Child:
     ) -> None:
         """Start it. `environment` is added to this process's own. `name`: for errors."""
         self.command, self.ready_file, self.log, self.name = list(command), ready_file, log, name
+        self._closing = threading.Lock()
         ready_file.unlink(missing_ok=True)  # an old file names a dead process, or a new one with the same pid
         log.parent.mkdir(parents=True, exist_ok=True)
         theirs, self._ours = os.pipe()
@@ -95,9 +97,10 @@ class Child:
         if self.exit_code is None:
             self._leash.terminate()
             self.ended_within(grace_s)
-        if self._ours >= 0:
-            os.close(self._ours)
-            self._ours = -1
+        with self._closing:  # two threads may stop it at once
+            if self._ours >= 0:
+                os.close(self._ours)
+                self._ours = -1
         if not self.ended_within(_KILL_S):
             self._leash.kill()  # the leash is stopped; the kernel then kills the program
             self.ended_within(math.inf)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from tandem.io import atomic_write
 from tandem.io.bounded_json import parsed
 
 Row: TypeAlias = dict[str, Any]
+
+_ROOM_S = 5.0
 
 
 def read_jsonl(path: Path) -> list[Row]:
@@ -68,8 +72,17 @@ class JsonlWriter:
         self._file = path.open("a", encoding="utf-8", newline="\n", errors="backslashreplace")  # a lone surrogate
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Write a row. On a full disk wait a little: a save that fails removes what it wrote."""
         self._file.write(to_line(row))
-        self._file.flush()
+        until = time.monotonic() + _ROOM_S
+        while True:
+            try:
+                self._file.flush()
+                return
+            except OSError as error:
+                if error.errno != errno.ENOSPC or time.monotonic() > until:
+                    raise
+            time.sleep(0.05)
 
     @property
     def size_bytes(self) -> int:

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from tandem.errors import RankLost, SpecError
 from tandem.io.file_system import mixes_writers
@@ -94,6 +95,14 @@ def follow(spec: RunSpec, directory: Path | None = None, *, patience_s: float | 
     store = _given_store()
     connected.set()
     build.follow(store, rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks, directory=directory)
+
+
+def end_follower() -> NoReturn:
+    """End this process at once: while Python takes itself down, a thread of torch that still runs may abort it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _end_unless(connected: threading.Event, patience_s: float) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tandem.io.process_identity import age_s
-from tandem.recipes.crew import follow
+from tandem.recipes.crew import end_follower, follow
 from tandem.runs.run_ending import spec_of
 
 _LEAST_S = 5.0
@@ -18,3 +18,4 @@ if __name__ == "__main__":
     spec = spec_of(Path(sys.argv[1]))
     # Rank 0 has its store before it starts a rank: without an answer it stands still.
     follow(spec, patience_s=max(_LEAST_S, spec.parallel.deadline_s - age_s()))
+    end_follower()
