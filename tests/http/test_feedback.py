@@ -147,11 +147,11 @@ def test_unrated_chats_go_first_when_the_room_is_used(tmp_path: Path) -> None:
     assert [row["messages"][-1]["content"] for row in feedback_rows(tmp_path, "sft")] == ["2", "30"]
 
 
-def test_stars_need_a_limit_and_tools_are_left_out(tmp_path: Path) -> None:
+def test_stars_need_a_limit_and_tools_and_empty_answers_are_left_out(tmp_path: Path) -> None:
     async def fill() -> None:
         store = ChatStore(tmp_path)
-        for number, stars in enumerate((5, 4, 2, 5)):
-            await store.keep(str(number), HI, [{"role": "assistant", "content": "x" * number}], 0, tools=number == 3)
+        for number, (text, stars) in enumerate((("a", 5), ("b", 4), ("c", 2), ("tool", 5), ("", 5))):
+            await store.keep(str(number), HI, [{"role": "assistant", "content": text}], 0, tools=text == "tool")
             await store.rate(str(number), 0, float(stars), "")
         store.close()
 
@@ -159,6 +159,7 @@ def test_stars_need_a_limit_and_tools_are_left_out(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="ratings go up to 5; say from which value"):
         feedback_rows(tmp_path, "labels")
     assert [row["label"] for row in feedback_rows(tmp_path, "labels", good_from=4)] == [True, True, False]
+    assert [row["messages"][-1]["content"] for row in feedback_rows(tmp_path, "sft", good_from=4)] == ["a", "b"]
 
 
 def test_the_command_writes_a_file_that_a_spec_can_name(rated: Served, tmp_path: Path) -> None:

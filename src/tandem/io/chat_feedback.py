@@ -111,8 +111,8 @@ def feedback_rows(source: str | Path, kind: Kind = "pairs", *, good_from: float 
 
     `source`: the service's data directory, or the run that was served. An answer is good if its value is at least
     `good_from`; left out, 0.5, which suits thumbs. pairs: a better answer beside the one that was sent, and a good
-    beside a bad answer to the same messages. Chats with tools are left out, because a row has no place for tools, and so
-    are empty answers, because there is nothing to train on.
+    beside a bad answer to the same messages. Left out are chats with tools, because a row has no place for tools, and
+    empty answers, because there is nothing to train on.
     """
     rated = [each for each in _rated(_place(source)) if not each.tools]
     highest = max((each.value for each in rated), default=0.0)
