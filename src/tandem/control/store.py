@@ -30,7 +30,7 @@ from sqlalchemy.orm import Session
 from tandem.control.migrate import migrate
 from tandem.errors import SpecError, StoreBroken, StoreError, StoreFull, StoreOwned
 from tandem.io.extras import require_extra
-from tandem.io.sqlite_store import owned
+from tandem.io.sqlite_store import batches, owned
 
 _log = logging.getLogger(__name__)
 
@@ -110,16 +110,8 @@ class Store:
     # --- the writer's thread
 
     def _work(self) -> None:
-        while (first := self._writes.get()) is not None:
-            batch, last = [first], False
-            while len(batch) < _MOST_AT_ONCE and not self._writes.empty():
-                if (more := self._writes.get()) is None:
-                    last = True
-                    break
-                batch.append(more)
+        for batch in batches(self._writes, _MOST_AT_ONCE):
             self._commit(batch)
-            if last:
-                return
 
     def _commit(self, batch: Sequence[_Write]) -> None:
         batch = [each for each in batch if each.future.set_running_or_notify_cancel()]

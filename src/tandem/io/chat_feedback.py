@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tandem.errors import RunError
+from tandem.io.jsonl import to_line
 from tandem.io.sqlite_store import Durable, read_only
 from tandem.types import Message
 
@@ -192,5 +193,5 @@ def write_rows(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Write rows as JSON Lines, all or nothing."""
     from tandem.io import atomic_write
 
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(map(to_line, rows))
     atomic_write.write_bytes(file, text.encode("utf-8", "backslashreplace"))

@@ -102,16 +102,8 @@ class Durable:
     # --- the writer's thread
 
     def _work(self) -> None:
-        while (first := self._changes.get()) is not None:
-            batch, last = [first], False
-            while len(batch) < _MOST_AT_ONCE and not self._changes.empty():
-                if (more := self._changes.get()) is None:
-                    last = True
-                    break
-                batch.append(more)
+        for batch in batches(self._changes, _MOST_AT_ONCE):
             self._commit(batch)
-            if last:
-                return
 
     def _commit(self, batch: list[_PendingWrite]) -> None:
         if self._broken is not None:
@@ -177,6 +169,20 @@ class _PendingWrite:
 
     def __init__(self, change: Change[Any], future: concurrent.futures.Future[Any]) -> None:
         self.change, self.future, self.result = change, future, None
+
+
+def batches(waiting: queue.SimpleQueue[T | None], most: int) -> Generator[list[T]]:
+    """Yield what waits, at most `most` at a time and at least one, until a None comes."""
+    while (first := waiting.get()) is not None:
+        batch, last = [first], False
+        while len(batch) < most and not waiting.empty():
+            if (more := waiting.get()) is None:
+                last = True
+                break
+            batch.append(more)
+        yield batch
+        if last:
+            return
 
 
 def _fail(batch: Sequence[_PendingWrite], error: Exception) -> None:
