@@ -31,7 +31,9 @@ CASES = {
     "sft lora": {"model": {"lora": {"rank": 4}}},
     "sft lora bf16": {"model": {"lora": {"rank": 4}}, "precision": {"weights": "bfloat16"}},
     "sft lora muon": {"model": {"lora": {"rank": 4}}, "optimizer": "muon"},
+    "sft own loss": {"algorithm": {"name": f"{OWN}:focal"}},
     "preference": {"recipe": "preference"},
+    "preference own loss": {"recipe": "preference", "algorithm": {"name": f"{OWN}:ipo", "reference": True}},
     "preference lora": {"recipe": "preference", "model": {"lora": {"rank": 4}}},
     "groups": {"recipe": "rl"},
     "groups own loss": {"recipe": "rl", "algorithm": {"name": f"{OWN}:loss", "reference": True}},
@@ -41,6 +43,7 @@ LAYOUTS = {
     (2, 1): [
         "sft", "sft bf16 recompute", "sft adamw_8bit", "sft muon bf16", "sft apollo", "sft adafactor", "sft lora bf16",
         "preference", "groups lora", "sft own by rows", "groups own loss",
+        "sft own loss", "preference own loss",
     ],
     (2, 2): ["sft bf16", "sft lora", "sft muon", "groups", "sft own whole bf16"],
     (4, 1): [
@@ -77,6 +80,7 @@ def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
     else:
         spec["data"] = {"kind": "file", "path": str(home / f"{recipe}.jsonl"), "eval_share": 0.1}
         spec["train"] |= {"batch_size": 8}
+        spec |= {"algorithm": changes["algorithm"]} if "algorithm" in changes else {}
     return spec
 
 

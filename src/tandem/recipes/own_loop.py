@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from tandem.build import run_engines, training
+from tandem.build.reference import set_reference
 from tandem.errors import RunError, SpecError
 from tandem.io import own_code
 from tandem.io.own_code import OBJECT
@@ -61,7 +62,7 @@ class Trainer:
         with own_code.session(objects.by_name()):
             made = training.algorithm(checked.algorithm, checked.train.max_tokens)
             if made.needs_reference:
-                training.reference(checked.algorithm, self._model, checked.precision)
+                set_reference(checked.algorithm, self._model, checked.precision)
             self._trainer: Any = training.trainer(checked.train, self._model, made, 0, checked.seed)
         self._make_batch = training.batches(checked.train, self._model, made)
         self._joined = run_engines.join(checked, self._model, Path(directory or self._temporary) / "engines")

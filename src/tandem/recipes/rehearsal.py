@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import run_engines, training
+from tandem.build.reference import set_reference
 from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.runs.planner.lengths import Micro
@@ -131,17 +132,10 @@ def _elsewhere(spec: RlSpec) -> bool:
 
 
 def _algorithm(spec: RunSpec, model: training.BuiltModel) -> Any:
-    if isinstance(spec, RlSpec):
-        algorithm = training.algorithm(spec.algorithm, spec.train.max_tokens)
-        if algorithm.needs_reference:
-            training.reference(spec.algorithm, model, spec.precision)
-        return algorithm
-    if isinstance(spec, PreferenceSpec):
-        algorithm = training.preference_algorithm(spec.algorithm)
-        if algorithm.needs_reference:
-            model.policy.keep_reference()
-        return algorithm
-    return training.sft_algorithm()
+    algorithm = training.algorithm_of(spec)
+    if algorithm.needs_reference:
+        set_reference(spec.algorithm, model, spec.precision)
+    return algorithm
 
 
 def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:

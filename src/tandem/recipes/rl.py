@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import groups, run_engines, training
+from tandem.build.reference import set_reference
 from tandem.env.mix import mean_by_part
 from tandem.env.protocol_check import report_of
 from tandem.errors import NothingLearned, StoreError
@@ -148,7 +149,7 @@ class RlRun:
             training.load_weights(self.model, saved)
         elif version and not isinstance(self.spec.algorithm, DistillSpec):  # a teacher's weights need no copy
             self.checkpointer.keep_reference(version, training.weights_writer(self.model))
-        training.reference(self.spec.algorithm, self.model, self.spec.precision)
+        set_reference(self.spec.algorithm, self.model, self.spec.precision)
 
     def attached(self, attachment: Mapping[str, Any]) -> None:
         """Record what the engines reported when the bridge attached them; note each of their options once."""

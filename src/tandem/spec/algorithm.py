@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
-from tandem.spec.own import OwnName, as_own
+from tandem.spec.own import OwnAlgorithmSpec, as_own
 from tandem.spec.preference import PreferenceAlgorithm
 
 # --- corrections for tokens that an older version sampled
@@ -180,30 +180,6 @@ class DistillSpec(Spec):
     """Largest absolute advantage of a token; larger ones are cut to this. 0: no limit."""
     correction: Correction = TruncateToken()
     """How tokens that an older version sampled are weighted."""
-
-
-class OwnAlgorithmSpec(Spec):
-    """An algorithm of your own, from files: its loss, its advantages (`credit`), its filter (`keep`), or some of them.
-    docs/your_own.md says how each is called."""
-
-    kind: Literal["own"] = "own"
-    name: OwnName = ""
-    """The loss, as `file.py:function`, or a whole `tandem.Algorithm`, as `file.py:object`. Empty: the loss of dr_grpo
-    with its defaults."""
-    credit: OwnName = ""
-    """The function that turns rewards into advantages. Empty: reward minus the group's mean."""
-    keep: OwnName = ""
-    """The function that says whether a group teaches anything. Empty: groups whose rewards differ do."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments: each goes to those of the functions that take it; one that none takes is refused."""
-    reference: bool = False
-    """true: keep a frozen copy of the weights that RL began with; its logprobs are `micro.reference_N`."""
-
-    @model_validator(mode="after")
-    def _names_something(self) -> OwnAlgorithmSpec:
-        if not (self.name or self.credit or self.keep):
-            raise ValueError("names no code of your own; add name, credit or keep, each as path/to/file.py:function")
-        return self
 
 
 AlgorithmSpec = Annotated[

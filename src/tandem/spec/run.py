@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec, uses_reference
 from tandem.spec.artifacts import ArtifactsSpec
@@ -16,7 +16,7 @@ from tandem.spec.environment import EnvironmentSpec, mixed, only_scores
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
-from tandem.spec.own import OwnName
+from tandem.spec.own import OwnAlgorithmSpec, OwnName, as_own, check_recorded
 from tandem.spec.pairing import check_sync
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
@@ -221,6 +221,17 @@ def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "environment": {**environment, "workers": min(_MOST_WORKERS, max(1, groups * size))}}
 
 
+def _own_only(raw: Any) -> Any:
+    table = as_own(raw)
+    kind: Any = cast("dict[str, Any]", table).get("kind", "own") if isinstance(table, dict) else "own"
+    if kind != "own":
+        raise ValueError(
+            f"kind = '{kind}' is unknown here: recipe = 'sft' imitates every conversation; leave [algorithm] out, or "
+            "name a loss of your own: name = 'mine.py:loss'"
+        )
+    return table
+
+
 class SftSpec(_RunSpecBase):
     """Supervised training on recorded conversations (SFT)."""
 
@@ -229,11 +240,15 @@ class SftSpec(_RunSpecBase):
     """The conversations to train on."""
     train: SftStage
     """The supervised steps."""
+    algorithm: Annotated[OwnAlgorithmSpec | None, BeforeValidator(_own_only)] = None
+    """A loss of your own. Left out: every trained token of a conversation counts alike."""
     eval: LossEvalSpec = LossEvalSpec()
     """How the run is evaluated."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> SftSpec:
+        if self.algorithm is not None:
+            check_recorded(self.algorithm)
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
         return self
@@ -256,6 +271,10 @@ class PreferenceSpec(_RunSpecBase):
     def _fits_together(self) -> PreferenceSpec:
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
+        if isinstance(self.algorithm, OwnAlgorithmSpec):
+            check_recorded(self.algorithm)
+            if not self.algorithm.name:
+                raise ValueError("algorithm.name: is missing; name the loss of a pair, as path/to/file.py:function")
         if isinstance(self.algorithm, KtoSpec) and self.parallel.num_shares > 1:
             raise ValueError(
                 f"algorithm.kind = 'kto': its KL is estimated over a whole step in one process, and parallel.shares = "
