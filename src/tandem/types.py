@@ -243,8 +243,9 @@ class MicroBatch:
 
     def pair_sums(self, values_N: Tensor) -> Tensor:
         """Return the sum of each pair's values, where every group is a pair of answers."""
-        pairs, pair_S = self.group_S.unique(return_inverse=True)
-        assert len(self.group_S) == 2 * len(pairs), "a pair was split over two micro-batches"
+        groups: Any = self.group_S
+        pairs, pair_S = groups.unique(return_inverse=True)
+        assert len(groups) == 2 * len(pairs), "a pair was split over two micro-batches"
         return values_N.new_zeros(len(pairs)).index_add(0, pair_S[self.sequence_N], values_N)
 
 

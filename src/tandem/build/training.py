@@ -312,7 +312,7 @@ def _order_varies(spec: RlSpec) -> bool:
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
     """Build the RL algorithm. `max_tokens`: most tokens of one assistant turn."""
-    from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, own, ppo, reinforce_pp, rloo
+    from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, own, ppo, reinforce_pp, rejection_sampling, rloo
 
     match spec.kind:
         case "dr_grpo":
@@ -331,6 +331,8 @@ def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
             return reinforce_pp.make(spec)
         case "ppo":
             return ppo.make(spec)
+        case "rejection_sampling":
+            return rejection_sampling.make(spec)
         case "distill":
             return distill.make(spec)
         case "own":

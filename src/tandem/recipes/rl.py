@@ -169,7 +169,8 @@ class RlRun:
 
     async def _warm_up(self, stage: WarmupStage) -> int:
         """Run the supervised stage and return its last version."""
-        trainer = training.trainer(stage, self.model, training.sft_algorithm(), 0, self.spec.seed)
+        algorithm = training.sft_algorithm()
+        trainer = training.trainer(stage, self.model, algorithm, 0, self.spec.seed)
         self.checkpointer.load(trainer, "warmup")
         if self.setting is not None:
             await self._evaluate(trainer, "before", "before training")
@@ -177,7 +178,7 @@ class RlRun:
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
         await self.publisher.rest(trainer)  # the engine is idle until the next version is published
         await supervised_stage(
-            self.run, self.model, trainer, stage, recordings, seed=self.spec.seed,
+            self.run, self.model, trainer, stage, recordings, algorithm, seed=self.spec.seed,
             deterministic=self.spec.deterministic, checkpointer=self.checkpointer,
         )  # fmt: skip
         return trainer.version

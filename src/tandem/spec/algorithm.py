@@ -166,6 +166,17 @@ class PpoSpec(RewardSpec):
     """A token with a negative advantage whose ratio is above this has no gradient."""
 
 
+class RejectionSamplingSpec(Spec):
+    """Rejection sampling (best of n, RAFT): the best answers of each group are imitated, the others are left out."""
+
+    kind: Literal["rejection_sampling"] = "rejection_sampling"
+    best: int = Field(default=1, ge=1)
+    """Answers of a group that are trained on, those with the highest rewards; never one with its lowest reward.
+    `train.group_size`: all that are better than the worst."""
+    correction: Correction = TruncateToken()
+    """How tokens that an older version sampled are weighted."""
+
+
 class DistillSpec(Spec):
     """On-policy distillation: a teacher scores each token that the policy samples (reverse KL)."""
 
@@ -184,8 +195,8 @@ class DistillSpec(Spec):
 
 AlgorithmSpec = Annotated[
     Annotated[
-        DrGrpoSpec | GrpoSpec | RlooSpec | DapoSpec | GspoSpec | CispoSpec | ReinforcePpSpec | PpoSpec | DistillSpec
-        | OwnAlgorithmSpec,
+        DrGrpoSpec | GrpoSpec | RlooSpec | DapoSpec | GspoSpec | CispoSpec | ReinforcePpSpec | PpoSpec
+        | RejectionSamplingSpec | DistillSpec        | OwnAlgorithmSpec,
         Field(discriminator="kind"),
     ],
     BeforeValidator(as_own),

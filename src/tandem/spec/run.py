@@ -222,14 +222,14 @@ def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_only(raw: Any) -> Any:
-    table = as_own(raw)
-    kind: Any = cast("dict[str, Any]", table).get("kind", "own") if isinstance(table, dict) else "own"
-    if kind != "own":
+    told = as_own(raw)
+    table = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    if (kind := table.get("kind", "own")) != "own":
         raise ValueError(
             f"kind = '{kind}' is unknown here: recipe = 'sft' imitates every conversation; leave [algorithm] out, or "
             "name a loss of your own: name = 'mine.py:loss'"
         )
-    return table
+    return cast("Any", told)
 
 
 class SftSpec(_RunSpecBase):
