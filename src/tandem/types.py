@@ -156,6 +156,8 @@ class Trajectory:
     task_id: str = ""
     messages: list[Message] = field(default_factory=list[Message])
     """The same conversation as text, for people to read; never tokenised again."""
+    teacher_logprobs: list[float] = field(default_factory=list[float])
+    """Of each token, under a served teacher, once it has scored them; 0.0 for the first. Empty: there is none."""
     advantages: list[float] = field(default_factory=list[float])
     """Of each token, where an environment says them itself: they take the place of the algorithm's. Empty: it does
     not."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from tandem.build.training import BuiltModel
 from tandem.errors import SpecError
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.preference import PreferenceAlgorithm
+
+if TYPE_CHECKING:
+    from tandem.rollout.teacher import ServedTeacher
 
 
 def set_reference(
@@ -33,3 +40,28 @@ def set_reference(
     if isinstance(precision, Bfloat16Precision):
         narrow(teacher, model.device, None)
     model.policy.follow(teacher.to(model.device))
+
+
+async def served_teacher(spec: AlgorithmSpec, model: BuiltModel) -> ServedTeacher | None:
+    """Return the teacher that a server has, once it has shown that it can score the policy's tokens; None if the
+    algorithm has no such teacher."""
+    from tandem.rollout.teacher import ServedTeacher
+
+    if not isinstance(spec, DistillSpec) or not spec.is_served:
+        return None
+    teacher = ServedTeacher(spec.teacher, spec.teacher_model, _key(spec), timeout_s=spec.teacher_timeout_s)
+    renderer = model.renderer
+    opening = renderer.decode(renderer.prompt([{"role": "user", "content": "2 + 2?"}]), skip_special=False)
+    await teacher.begin(renderer.encode, opening)
+    return teacher
+
+
+def _key(spec: DistillSpec) -> str:
+    try:
+        if spec.teacher_key_env:
+            return os.environ[spec.teacher_key_env].strip()
+        return Path(spec.teacher_key_file).read_text(encoding="utf-8").strip() if spec.teacher_key_file else ""
+    except (KeyError, OSError, UnicodeDecodeError):
+        name = "teacher_key_env" if spec.teacher_key_env else "teacher_key_file"
+        what = "environment variable" if spec.teacher_key_env else "file that can be read"
+        raise SpecError(f"algorithm.{name} = '{getattr(spec, name)}': there is no such {what}; correct it") from None

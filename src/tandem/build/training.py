@@ -14,7 +14,7 @@ from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
 from tandem.protocols import Algorithm, Credit, Engine, Environment, Trainer
 from tandem.publish import Call, on_this_thread
-from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec
+from tandem.spec.algorithm import AlgorithmSpec, DistillSpec, DrGrpoSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.environment import EngineJudgeSpec as EngineJudgeSpec
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge, only_scores
@@ -284,6 +284,8 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         why_not = "" if torch.are_deterministic_algorithms_enabled() else "only a CPU gives equal bytes"
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
             why_not = "the engine runs in its own process, so the timing of its batches varies"
+        elif isinstance(spec, RlSpec) and isinstance(spec.algorithm, DistillSpec) and spec.algorithm.is_served:
+            why_not = "the teacher answers from another process, which batches in an order of its own"
         elif isinstance(spec, RlSpec) and _order_varies(spec):
             why_not = "episodes in worker processes end in varying order, and equal groups are replaced in that order"
         found.append(("deterministic", True, not why_not, why_not))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import groups, run_engines, training
-from tandem.build.reference import set_reference
+from tandem.build.reference import served_teacher, set_reference
 from tandem.env.mix import mean_by_part
 from tandem.env.protocol_check import report_of
 from tandem.errors import NothingLearned, StoreError
@@ -112,6 +112,7 @@ class RlRun:
             self.run.warn(text)
         warmup = self.spec.warmup
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
+        self._teacher = await served_teacher(self.spec.algorithm, self.model)  # before the warm-up: it may be refused
         version = 0
         if warmup is not None:
             version = warmup.steps if self.checkpointer.goes_on_in("rl") else await self._warm_up(warmup)
@@ -244,6 +245,7 @@ class RlRun:
                 sync_every=spec.sync.every,
                 call=self.call,
                 checkpointer=self.checkpointer,
+                look_over=self._teacher.score if self._teacher else None,
             )
             trainer.finish()
         except NothingLearned as error:

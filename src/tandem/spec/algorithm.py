@@ -182,15 +182,42 @@ class DistillSpec(Spec):
 
     kind: Literal["distill"] = "distill"
     teacher: Annotated[str, LocalPath()] = Field(min_length=1)
-    """Directory or hub id of the teacher. It is frozen and must have the policy's tokenizer."""
+    """Directory or hub id of the teacher, which is then loaded beside the policy; or, as http://host:8000/v1, a server
+    that has it and gives logprobs of given tokens (`tandem serve`, vLLM). It must have the policy's tokenizer."""
     teacher_revision: str = "main"
     """Branch, tag or commit of a hub id."""
+    teacher_model: str = ""
+    """The teacher's name on its server; empty: the server has one model."""
+    teacher_key_env: str = ""
+    """Environment variable with the server's API key; empty: none."""
+    teacher_key_file: Annotated[str, LocalPath("always")] = ""
+    """File with the server's API key, such as the token file that `tandem serve` prints; empty: none."""
+    teacher_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for the server's logprobs of one answer, retries included; a slower server ends the run."""
     reward_coef: float = Field(default=0.0, ge=0)
     """Weight of the reward minus the group's mean, added to the teacher's signal; 0: ignore rewards."""
     advantage_clip: float = Field(default=0.0, ge=0)
     """Largest absolute advantage of a token; larger ones are cut to this. 0: no limit."""
     correction: Correction = TruncateToken()
     """How tokens that an older version sampled are weighted."""
+
+    @property
+    def is_served(self) -> bool:
+        """Whether another process has the teacher."""
+        return "://" in self.teacher
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> DistillSpec:
+        odd = ("teacher_revision",) if self.is_served else ("teacher_model", "teacher_key_env", "teacher_key_file")
+        for name in odd:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                kind = "the URL of a server" if self.is_served else "loaded by this run"
+                raise ValueError(f"{name} = '{value}': has no effect, because the teacher is {kind}; leave it out")
+        if self.is_served and not self.teacher.startswith(("http://", "https://")):
+            raise ValueError(f"teacher = '{self.teacher}': is no directory, no hub id, and no http(s) URL; correct it")
+        if self.teacher_key_env and self.teacher_key_file:
+            raise ValueError("teacher_key_env and teacher_key_file: both name the server's key; leave one of them out")
+        return self
 
 
 AlgorithmSpec = Annotated[

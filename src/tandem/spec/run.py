@@ -178,10 +178,10 @@ class RlSpec(_RunSpecBase):
                 f"sync.backend = 'ipc': shared memory belongs to one process, and parallel.ranks = {ranks}; choose "
                 "'nccl' or 'gloo', or leave it out"
             )
-        if isinstance(self.algorithm, DistillSpec):
+        if isinstance(self.algorithm, DistillSpec) and not self.algorithm.is_served:
             raise ValueError(
                 f"algorithm.kind = 'distill': its teacher runs in one process, and parallel.ranks = {ranks}; set "
-                "parallel.ranks = 1"
+                "parallel.ranks = 1, or serve the teacher and give its URL: algorithm.teacher = 'http://host:8000/v1'"
             )
         if isinstance(self.rollouts, AtroposRollouts):
             raise ValueError(
@@ -312,6 +312,11 @@ def _check_algorithm(algorithm: AlgorithmSpec, stage: RlStage) -> None:
         raise ValueError(
             f"train.replace_equal_groups = {stage.replace_equal_groups}: '{algorithm.kind}' also learns from groups "
             "with equal rewards, so no group would be replaced; leave it out"
+        )
+    if isinstance(algorithm, DistillSpec) and algorithm.is_served and stage.temperature != 1:
+        raise ValueError(
+            f"train.temperature = {stage.temperature:g}: a served teacher gives logprobs at temperature 1; set "
+            "temperature = 1, or load the teacher in this run: algorithm.teacher = a directory or hub id"
         )
     if stage.top_p < 1 and (isinstance(algorithm, DistillSpec) or uses_reference(algorithm)):
         raise ValueError(
