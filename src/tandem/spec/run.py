@@ -20,7 +20,7 @@ from tandem.spec.own import OwnAlgorithmSpec, OwnName, as_own, check_recorded
 from tandem.spec.pairing import check_sync
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec, KtoSpec, PreferenceAlgorithm, PreferenceStage
+from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.samples import SamplesSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
@@ -275,11 +275,6 @@ class PreferenceSpec(_RunSpecBase):
             check_recorded(self.algorithm)
             if not self.algorithm.name:
                 raise ValueError("algorithm.name: is missing; name the loss of a pair, as path/to/file.py:function")
-        if isinstance(self.algorithm, KtoSpec) and self.parallel.num_shares > 1:
-            raise ValueError(
-                f"algorithm.kind = 'kto': its KL is estimated over a whole step in one process, and parallel.shares = "
-                f"{self.parallel.num_shares}; set parallel.ranks = 1 and leave shares out, or choose 'dpo' or 'orpo'"
-            )
         return self
 
 
