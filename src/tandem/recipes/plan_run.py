@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.build import training
+from tandem.build.this_machine import vllm_installed
 from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.ops import release_host_memory
 from tandem.protocols import Environment
 from tandem.recipes.data_lengths import read_lengths
 from tandem.runs.planner import plan as plans
-from tandem.runs.planner.calibration import known, ram_gib
+from tandem.runs.planner.calibration import known, machine, ram_gib
 from tandem.runs.planner.model_shape import NoPlan
-from tandem.runs.planner.plan import Plan
+from tandem.runs.planner.plan import Plan, kind_of
 from tandem.runs.run import Run
+from tandem.spec.hardware import Hardware, choose
 from tandem.spec.load import AnySpec, as_spec
 from tandem.spec.run import RunSpec
 
@@ -36,10 +39,13 @@ def plan_run(
     """Return the plan of a run, after measuring its rows or prompts unless `prompt_tokens` or `row_tokens` is given.
     `plan_run` in runs/planner/plan.py explains the other arguments."""
     spec = as_spec(spec)
+    target = machine(kind_of(spec, gpu), memory_gib)
+    there = Hardware("cuda" if target.on_gpu else "cpu", target.kind, target.memory_gib, vllm=vllm_installed())
+    spec, chosen = choose(spec, there)
     lengths_given = prompt_tokens or row_tokens
-    return plans.plan_run(
+    planned = plans.plan_run(
         spec,
-        gpu=gpu,
+        gpu=target.kind,
         prices=Path(prices) if prices else None,
         memory_gib=memory_gib,
         prompt_tokens=prompt_tokens,
@@ -47,6 +53,7 @@ def plan_run(
         answer_tokens=answer_tokens,
         lengths=None if lengths_given else read_lengths(spec, environment, in_a_run=in_a_run),
     )
+    return replace(planned, chosen=chosen)
 
 
 def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -> Plan | None:

@@ -29,6 +29,7 @@ from tandem.runs.planner.rank_share import Rank
 from tandem.runs.planner.step_time import Times, times
 from tandem.runs.planner.workload import Work, work_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.hardware import Choice
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
@@ -82,9 +83,16 @@ class Plan:
     faster: Sequence[str]
     """Settings that leave less of what is there unused."""
     assumed: Sequence[str]
+    chosen: Sequence[Choice] = ()
+    """Settings that the spec leaves out, as chosen for this machine."""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "step_s": self.times.step_s}
+
+
+def kind_of(spec: RunSpec, gpu: str = "") -> str:
+    """Return the kind of machine that a run is planned for, unless `gpu` names it."""
+    return gpu or ("cpu" if spec.device == "cpu" or spec.profile == "laptop" else "h200")
 
 
 def plan_run(
@@ -100,7 +108,7 @@ def plan_run(
 ) -> Plan:
     """`gpu`: h200, h100 or cpu; left out, what `device` of the spec says, and a h200 where it leaves the choice. NoPlan
     for a model whose layers are not known here."""
-    kind = gpu or ("cpu" if spec.device == "cpu" else "h200")
+    kind = kind_of(spec, gpu)
     target = machine(kind, memory_gib)
     shape = read_shape(spec.model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.runs.planner.plan import MOST_RANKS, Plan
+from tandem.spec.hardware import choices_text
 
 _SHOWN = 8
 """Ranks whose memory is told."""
@@ -15,6 +16,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.limit_gib:.1f} may be used; {'a rank' if each else 'the run'} needs {plan.peak_gib:.2f} GiB: "
         f"{'it fits' if plan.fits else 'it does NOT fit'}",
         *_ranks(plan),
+        *choices_text(plan.chosen),
         "",
         "parameters   " + ", ".join(f"{name} {count:,}" for name, count in plan.parameters.items() if count),
         f"bridge       {plan.bridge}: {plan.why_bridge}",
