@@ -37,7 +37,7 @@ def plan_text(plan: Plan) -> str:
         f"a step       {took.step_s:.2f} s: rollouts {took.rollout_s:.2f}, training {took.train_s:.2f}"
         f"{f', of which between ranks {_seconds(took.ranks_s)}' * (plan.ranks > 1)}, sync {_seconds(took.sync_s)}; "
         f"{took.tokens_per_s:,.0f} tokens/s",
-        f"all steps    {took.steps_s / 60:.1f} min, {plan.usd:.2f} USD; loading and evaluations come on top",
+        f"all steps    {took.steps_s / 60:.1f} min, {_price(plan)}; loading and evaluations come on top",
     ]
     if took.not_calibrated:
         lines.append(f"             without {' and '.join(took.not_calibrated)}: not calibrated on '{plan.gpu}'")
@@ -62,6 +62,12 @@ def _ranks(plan: Plan) -> list[str]:
             f"GPUs         does not fit on {plan.ranks}, nor on any number up to {MOST_RANKS}: {plan.why_no_ranks}"
         )
     return lines
+
+
+def _price(plan: Plan) -> str:
+    if plan.usd is None:
+        return f"price of '{plan.gpu}' not known (--prices FILE has yours)"
+    return f"{plan.usd:.2f} USD"
 
 
 def _seconds(seconds: float | None) -> str:
