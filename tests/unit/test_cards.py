@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from tandem.cli.main import app
 from tandem.runs.planner.calibration import card_named, cards, known, machine, usd_per_hour
+from tandem.runs.planner.plan import kind_of
+from tandem.spec.load import load_spec
 
 SPEC = """
 recipe = "sft"
@@ -102,5 +104,6 @@ def test_a_plan_is_for_the_card_that_is_here(
 
 
 def test_a_profile_is_planned_for_a_card_of_its_size(spec: str):
-    for profile, card in (("24gb", "4090"), ("80gb", "h100"), ("laptop", "cpu")):
-        assert planned(spec, "--set", f"profile={profile}").startswith(f"{card}: ")
+    assert planned(spec, "--set", "profile=24gb").startswith("4090: ")
+    kinds = {profile: kind_of(load_spec(spec, [f"profile={profile}"])) for profile in ("24gb", "80gb", "laptop")}
+    assert kinds == {"24gb": "4090", "80gb": "h100", "laptop": "cpu"}

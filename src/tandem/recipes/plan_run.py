@@ -77,8 +77,7 @@ def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -
     with any number of tokens per step. If only the largest micro-batch would not fit, report it (refuse it under
     `strict`)."""
     kind, total_gib, free_gib = live_memory(spec)
-    name, kind = kind, "cpu" if kind == "cpu" else card_named(kind) or "h200"
-    if kind != "cpu" and not card_named(name):
+    if kind != "cpu" and not card_named(name := _card_name(spec)):
         run.warn(f"the plan: {_unknown(name, kind)}")
     try:
         plan = plan_run(spec, gpu=kind, memory_gib=total_gib, environment=environment, in_a_run=True)
@@ -100,14 +99,20 @@ def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -
 
 
 def live_memory(spec: RunSpec) -> tuple[str, float, float]:
-    """Return "cpu" or the card's name, its total and its free GiB; on a CPU this process's memory counts as free."""
+    """Return the device kind to plan for, its total and its free GiB; on a CPU this process's memory counts as free."""
     device = training.pick_device(spec.device)
     if device.type == "cpu":
         return ("cpu", *ram_gib())
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
-    return torch.cuda.get_device_name(device), total / _GIB, free / _GIB
+    return card_named(_card_name(spec)) or "h200", total / _GIB, free / _GIB
+
+
+def _card_name(spec: RunSpec) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(training.pick_device(spec.device))
 
 
 def _way_out(plan: Plan) -> str:
