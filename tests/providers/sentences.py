@@ -231,6 +231,19 @@ def test_end_at_once_from_two_sides_is_harmless(place: Place) -> None:
     assert until(place, handle, "ended").code == 6
 
 
+def test_a_launch_removes_directories_of_jobs_that_are_long_over_and_of_no_others(place: Place) -> None:
+    old, fresh, alive = begun(place, job("true")), begun(place, job("true")), begun(place, job("sleep", "60"))
+    for handle in (old, fresh):
+        until(place, handle, "ended")
+    until(place, alive, "running")
+    for handle in (old, alive):
+        os.utime(job_directory(place, handle) / ".job", (time.time() - 32 * 86400,) * 2)
+    begun(place, job("true"))
+    assert [job_directory(place, handle).exists() for handle in (old, fresh, alive)] == [False, True, True]
+    assert seen(place, old).state in ("gone", "unknown")
+    run(place.provider().end(alive, 0))
+
+
 def test_a_file_is_read_by_offset(place: Place) -> None:
     handle = begun(place, sh("printf 0123456789 > data"))
     until(place, handle, "ended")
