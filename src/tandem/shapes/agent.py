@@ -8,14 +8,16 @@ token in the variable TANDEM_ATTEMPT_TOKEN. The agent sends it with each request
    409 with code "fenced": the attempt was closed. End the trainer at once; write nothing more.
 3. POST URL/end      EndBody    -> Ended.     The first end counts, and the token is dead then, except to repeat it.
 
-Errors have the form of every Tandem service, `{"error": {"code", "message", "field"?}}`. 401: the token is wrong or dead.
+Errors have the form of every Tandem service: `{"error": {"code", "message", "field"?}}`. 401: the token is wrong or dead.
 408, 429, 5xx or no answer: nothing is known; send the same request again. Every request may be sent twice.
 
-A mirror of the run directory's small files is kept byte by byte. A file has a generation, which begins at 1, and the
-mirror has its first `size` bytes. A piece goes on exactly there, or it begins a new generation: generation + 1, of which
-the first `offset` bytes are those that the mirror has. Offset 0 replaces the file: for status.json, for example. Another
-offset cuts it back: for metrics.jsonl after a resume. A piece that does not fit changes nothing; the answer says where
+The control plane keeps a mirror of the run directory's small files, byte by byte. A file has a generation, which begins
+at 1, and the mirror has its first `size` bytes. A piece goes on exactly there. Or it begins the next generation, of
+which the first `offset` bytes are those that the mirror has: offset 0 replaces the file (status.json, for example),
+another cuts it back (metrics.jsonl after a resume). A piece that does not fit changes nothing; the answer says where
 each file is, and the agent goes on from there.
+
+The token is made by `tandem.control.tokens.attempt_token(secret, attempt_id)`, the same for each launch of the attempt.
 """
 
 from __future__ import annotations
@@ -71,11 +73,11 @@ class Claimed(Answer):
     """The run's name."""
     spec_toml: str
     """The whole spec, with absolute defaults filled in by the submitter; `tandem train` reads it as it is."""
-    secrets: dict[str, str] = {}
+    secrets: dict[str, str] = Field(default_factory=dict)
     """Variables for the environment of the trainer's process, and for nothing else: no file, argv or log."""
     lease_s: float
     """The control plane closes the attempt after this long without a sign of life."""
-    streams: dict[str, Stream] = {}
+    streams: dict[str, Stream] = Field(default_factory=dict)
     """How far the mirror of each file is, from attempts before."""
 
 
@@ -114,7 +116,7 @@ class Appended(Answer):
     want: Literal["run", "stop", "cancel"]
     """stop: save a checkpoint and end. cancel: end within a few seconds."""
     lease_s: float
-    streams: dict[str, Stream] = {}
+    streams: dict[str, Stream] = Field(default_factory=dict)
     """Of the files that the request named. A file whose stream is not behind its last piece: go on from there."""
 
 
@@ -143,4 +145,4 @@ class Ended(Answer):
     """`written`: the end is in the database. Otherwise append what `differ` names, and send the end again."""
 
     written: bool
-    differ: dict[str, Stream] = {}
+    differ: dict[str, Stream] = Field(default_factory=dict)
