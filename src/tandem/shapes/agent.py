@@ -6,10 +6,10 @@ token in the variable TANDEM_ATTEMPT_TOKEN. The agent sends it with each request
 1. POST URL/claim    ClaimBody  -> Claimed.   409: the attempt is another execution's, or closed. End; write nothing.
 2. POST URL/append   AppendBody -> Appended.  Every second: a sign of life, and what grew in the run directory.
    409 with code "fenced": the attempt was closed. End the trainer at once; write nothing more.
-3. POST URL/end      EndBody    -> Ended.     The first end counts, and the token is dead then, except to repeat it.
+3. POST URL/end      EndBody    -> Ended.     The first end counts; only it may be repeated after that.
 
-Errors have the form of every Tandem service: `{"error": {"code", "message", "field"?}}`. 401: the token is wrong or dead.
-408, 429, 5xx or no answer: nothing is known; send the same request again. Every request may be sent twice.
+Errors have the form of every Tandem service: `{"error": {"code", "message", "field"?}}`. 401: the token is wrong. 408,
+429, 5xx or no answer: nothing is known; send the same request again. Every request may be sent twice.
 
 The control plane keeps a mirror of the run directory's small files, byte by byte. A file has a generation, which begins
 at 1, and the mirror has its first `size` bytes. A piece goes on exactly there. Or it begins the next generation, of
@@ -35,7 +35,7 @@ APPEND_BYTES = 8 * 2**20
 """The most data of one request, over all its pieces. A file that is replaced by one piece is replaced atomically; what
 follows a first piece is appended to it."""
 
-Instance = Annotated[str, StringConstraints(min_length=1, max_length=120)]
+Instance = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,100}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, StringConstraints(min_length=1, max_length=300)]
 """Relative to the run directory, with "/" between its parts; no "." or ".." among them."""
@@ -138,7 +138,8 @@ class EndBody(Asked):
     """Whether a further attempt may succeed (runs/failure_rules.toml)."""
     exit_code: int | None = None
     files: dict[FileName, FileDigest] = Field(default={}, max_length=10_000)
-    """The files that the mirror must hold. If one differs, the end is not written and the answer names it."""
+    """The files that the mirror must hold. If one differs, the end is not written, and the answer names it. An agent
+    that cannot bring a file over leaves it out."""
 
 
 class Ended(Answer):
