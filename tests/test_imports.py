@@ -24,7 +24,7 @@ PACKAGE = Path(tandem.__file__).parent
 LAYERS = (
     ("errors", "types"),
     ("spec",),
-    ("protocols", "obs", "io", "ops", "data"),
+    ("protocols", "obs", "io", "ops", "data", "shapes"),
     ("text", "env", "algo", "optim", "model", "bridge", "engine", "providers"),
     ("rollout", "train", "vllm_worker"),
     ("publish",),
@@ -58,6 +58,8 @@ LIGHT = (
     "runs/",
     "serve/runs.py",
     "providers/",
+    "shapes/",
+    "client/",
     "__init__.py",
     "__main__.py",
     "errors.py",

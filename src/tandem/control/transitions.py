@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, wanted
 from tandem.control.ids import new_id
-from tandem.control.tables import Attempt, Event, Org, Run, Usage
+from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
 from tandem.errors import Conflict, Fenced, NotKnown
 from tandem.types import Handle
 
@@ -34,6 +34,9 @@ class Submitted:
     name: str
     spec_toml: str
     target: str
+    project: str = ""
+    group: str = ""
+    created_by: str = ""
     usd_per_hour: float = 0.0
     max_cost_usd: float = 0.0
     retries: int = 3
@@ -49,7 +52,8 @@ def make_org(session: Session, name: str, now: int) -> str:
 
 
 def submit(session: Session, asked: Submitted, now: int) -> str:
-    """Queue a run; return its id."""
+    """Queue a run; return its id. Conflict if its project's budget or number of runs does not allow it."""
+    _check_room(session, asked.project, asked.max_cost_usd)
     run = Run(
         id=new_id("run"), at=now, **asdict(asked), retries_left=asked.retries, want="run", wanted_at=now,
         state="queued", why="", wait_until=0, attempt_n=0, event_n=0, rev=0, ended_at=0,
@@ -58,6 +62,38 @@ def submit(session: Session, asked: Submitted, now: int) -> str:
     session.flush()
     _tell(session, run.id, now, "state", state="queued")
     return run.id
+
+
+def _check_room(session: Session, project_id: str, usd: float) -> None:
+    """Conflict if a further run that may cost `usd` does not fit into its project. A run on its way counts with all
+    that it may cost, an ended one with what it did cost: the transaction of a submit reserves its budget."""
+    project = session.get(Project, project_id, with_for_update=True)
+    if project is None or not (project.budget_usd or project.max_live_runs):
+        return
+    of_project = Run.project == project_id
+    num_live = session.scalar(sa.select(sa.func.count()).where(of_project, Run.state.not_in(ENDED))) or 0
+    if 0 < project.max_live_runs <= num_live:
+        raise Conflict(
+            f"project '{project.name}' has {num_live} runs on their way, and max_live_runs = {project.max_live_runs}; "
+            "wait until one has ended, or cancel one",
+            field="project",
+        )
+    if not project.budget_usd:
+        return
+    if not usd:
+        raise Conflict(
+            f"max_cost_usd = 0: project '{project.name}' has a budget, so each run must say what it may cost at most",
+            field="max_cost_usd",
+        )
+    spent = sa.select(sa.func.coalesce(sa.func.sum(Usage.usd), 0.0)).where(Usage.run == Run.id).scalar_subquery()
+    may_cost = sa.case((Run.state.in_(ENDED), spent), (Run.max_cost_usd > spent, Run.max_cost_usd), else_=spent)
+    taken = session.scalar(sa.select(sa.func.sum(may_cost)).where(of_project)) or 0.0
+    if taken + usd > project.budget_usd:
+        raise Conflict(
+            f"max_cost_usd = {usd:g}: project '{project.name}' has {max(0.0, project.budget_usd - taken):g} of its "
+            f"budget of {project.budget_usd:g} USD left; ask for less, or raise the budget",
+            field="max_cost_usd",
+        )
 
 
 def ask_to_end(session: Session, org: str, run_id: str, want: Literal["stop", "cancel"], now: int) -> None:
@@ -74,6 +110,7 @@ def resume(session: Session, org: str, run_id: str, now: int) -> None:
     run = _run(session, org, run_id)
     if run.state not in ENDED or run.state == "succeeded":
         raise Conflict(f"run '{run_id}' is {run.state}; only one that stopped, failed or was cancelled can be resumed")
+    _check_room(session, run.project, max(0.0, run.max_cost_usd - spent_by_run(session, [run.id]).get(run.id, 0.0)))
     fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
     _set_run(session, run.id, run.rev, retries_left=run.retries, **fresh)
     _tell(session, run_id, now, "state", state="queued")
@@ -100,12 +137,19 @@ def claim(session: Session, attempt_id: str, instance: str, now: int) -> None:
 def renew(session: Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int) -> Want:
     """Renew the lease by a sign of life; return what the execution should do. Fenced if it must end at once."""
     attempt = _claimed_by(session, attempt_id, instance)
+    if attempt.end is not None:
+        raise Fenced(f"attempt '{attempt_id}' has ended by its own word; write nothing more")
     moved = {"moved_at": now, "ticks": ticks} if ticks != attempt.ticks else {}
     _set_attempt(
         session, attempt_id, Attempt.state == "claimed", lease_until=now + LEASE_MS, limit_ms=limit_ms, **moved
     )
-    run, views = _run(session, attempt.org, attempt.run), _spent(session, [attempt.run])
+    run, views = _run(session, attempt.org, attempt.run), spent_by_run(session, [attempt.run])
     return wanted(view_of_run(run, views.get(run.id, 0.0)), view_of_attempt(attempt), now)[0]
+
+
+def check_claimed(session: Session, attempt_id: str, instance: str) -> None:
+    """Fenced unless this execution holds the attempt."""
+    _claimed_by(session, attempt_id, instance)
 
 
 def end(session: Session, attempt_id: str, instance: str, ending: Ending, now: int) -> None:
@@ -123,7 +167,7 @@ def live(session: Session) -> list[tuple[RunView, AttemptView | None]]:
     found = session.execute(
         sa.select(Run, Attempt).join(Attempt, newest, isouter=True).where(Run.state.not_in(ENDED)).order_by(Run.at)
     ).all()
-    spent = _spent(session, [run.id for run, _ in found])
+    spent = spent_by_run(session, [run.id for run, _ in found])
     return [
         (view_of_run(run, spent.get(run.id, 0.0)), None if attempt is None else view_of_attempt(attempt))
         for run, attempt in cast("list[tuple[Run, Attempt | None]]", found)
@@ -210,7 +254,7 @@ def _ending(told: dict[str, Any]) -> Ending:
     return Ending(cast("EndState", told["state"]), str(told["why"]), bool(told["retriable"]))
 
 
-def _spent(session: Session, runs: Sequence[str]) -> dict[str, float]:
+def spent_by_run(session: Session, runs: Sequence[str]) -> dict[str, float]:
     if not runs:
         return {}
     sums = sa.select(Usage.run, sa.func.sum(Usage.usd)).where(Usage.run.in_(runs)).group_by(Usage.run)
