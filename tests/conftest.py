@@ -48,6 +48,7 @@ SLOW = {
     "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
     "providers/test_local.py": "jobs on this machine, ended and launched many times",
     "providers/test_ssh.py": "a real sshd, some times killed",
+    "control/test_agent.py": "whole runs under a control plane, killed on the way",
     "providers/test_slurm.py": "Slurm's real daemons, some times killed",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""

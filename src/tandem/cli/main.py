@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tandem.cli.agent import agent
 from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
 from tandem.cli.engine import engine_app
@@ -561,6 +562,7 @@ app.command()(samples)
 app.command("feedback")(feedback_command)
 app.command()(runs)
 app.command()(targets)
+app.command()(agent)
 env_app.command("list")(env_list)
 
 
