@@ -21,8 +21,6 @@ import pytest
 from tandem import digest_run
 from tandem.spec.load import parse_spec, to_toml
 
-HERE = Path(__file__).parent
-TOKEN = "operators-token"
 ENVIRONMENT = """
 from tandem.types import Outcome, Task
 
@@ -60,6 +58,10 @@ class Control:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
+        (home / "targets.toml").write_text(
+            f'[targets.here]\nkind = "local"\ndirectory = "{home}/jobs"\ntandem = "{home}/tandem"\n'
+            'pass_env = ["PYTHONPATH", "OMP_NUM_THREADS"]\n'
+        )
         (home / "tandem").write_text(f'#!/bin/sh\nexec {sys.executable} -P -m tandem "$@"\n')
         (home / "tandem").chmod(0o755)
         self._keys = 0
@@ -67,8 +69,9 @@ class Control:
 
     def start(self) -> None:
         with (self.home / "log").open("ab") as log:
-            command = [sys.executable, str(HERE / "agent_plane.py"), str(self.home), str(self.port)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            serve = [sys.executable, "-P", "-m", "tandem", "control", "serve", "--port", str(self.port)]
+            here = ["--data-dir", str(self.home / "data"), "--targets", str(self.home / "targets.toml")]
+            self.process = subprocess.Popen([*serve, *here], cwd=self.home, stdout=log, stderr=log)
         until(lambda: self._answers(), 60)
 
     def kill(self) -> None:
@@ -77,7 +80,8 @@ class Control:
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         self._keys += 1
-        headers = {"Authorization": f"Bearer {TOKEN}", "Idempotency-Key": f"k{self._keys}"}
+        token = (self.home / "data/token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"k{self._keys}"}
         told = httpx.request(method, f"http://127.0.0.1:{self.port}{path}", json=body, headers=headers, timeout=20)
         assert told.status_code < 300, told.text
         return told.json()
@@ -93,7 +97,7 @@ class Control:
         return self.home / "jobs/runs" / run
 
     def mirror(self, run: str) -> Path:
-        return self.home / "mirrors" / run
+        return self.home / "data/runs" / run
 
     def steps(self, run: str) -> int:
         try:

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from tandem.control import transitions
+from tandem.control.decide import AttemptView, RunView
 from tandem.control.reconcile import Reconciler
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Run
@@ -60,10 +61,12 @@ def machines() -> Machines:
     return Machines()
 
 
+async def job_of(_: RunView, attempt: AttemptView) -> Job:
+    return Job(attempt.name, ("agent",))
+
+
 def loop_over(store: Store, machines: Machines) -> Reconciler:
-    return Reconciler(
-        store, {"box": machines}, lambda each: Job(each.name, ("agent",)), prefix=PREFIX, clock=lambda: 1000
-    )
+    return Reconciler(store, {"box": machines}, job_of, prefix=PREFIX, clock=lambda: 1000)
 
 
 def submit(session: Session, count: int = 1) -> str:

@@ -529,7 +529,7 @@ app.command("feedback")(feedback_command)
 for command in (runs, watch, report, compare, login, submit, cancel, logs, pull):
     app.command()(command)
 app.command()(targets)
-app.command()(agent)
+app.command(hidden=True)(agent)
 env_app.command("list")(env_list)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from tandem.control import transitions
@@ -52,14 +52,14 @@ class Reconciler:
         self,
         store: Store,
         providers: Mapping[str, Provider],
-        job_of: Callable[[AttemptView], Job],
+        job_of: Callable[[RunView, AttemptView], Awaitable[Job]],
         *,
         prefix: str,
         clock: Callable[[], int],
         decide: Decide = decide,
     ) -> None:
-        """`providers`: by target. `job_of`: the job of an attempt. `prefix`: of the names of this control plane's jobs;
-        jobs with another are never touched. `clock`: milliseconds since 1970."""
+        """`providers`: by target. `job_of`: the job of a run's attempt; ProviderRefused fails the run. `prefix`: of the
+        names of this control plane's jobs; jobs with another are never touched. `clock`: milliseconds since 1970."""
         self._store, self._providers, self._job_of = store, providers, job_of
         self._prefix, self._clock, self._decide = prefix, clock, decide
         self._settled: set[Handle] = set()  # seen dead, and closed: not looked at again
@@ -176,7 +176,7 @@ class Reconciler:
         """Ask for the job. An answer that is no answer writes nothing: the next pass finds the job, or asks again."""
         try:
             async with self._launching:
-                handle = await self._providers[attempt.target].launch(self._job_of(attempt))
+                handle = await self._providers[attempt.target].launch(await self._job_of(run, attempt))
         except (MaybeLaunched, ProviderSilent) as error:
             _log.warning("%s: %s", attempt.name, error)
             return False

@@ -238,7 +238,7 @@ def close(
 def view_of_run(row: Run, spent_usd: float) -> RunView:
     return RunView(
         row.id, cast("RunState", row.state), cast("Want", row.want), row.rev, row.attempt_n, row.retries,
-        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd,
+        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml,
     )  # fmt: skip
 
 
