@@ -19,8 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from tandem.control.store import Store
@@ -193,5 +195,10 @@ def _generations_of(session: Session, run: str) -> dict[str, int]:
 
 
 def _note(session: Session, run: str, generations: Mapping[str, int]) -> None:
-    for file, generation in generations.items():
-        session.merge(StreamRow(run=run, file=file, generation=generation))
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    statement = insert(cast("sa.Table", StreamRow.__table__))
+    newer = {"generation": statement.excluded.generation}
+    session.execute(
+        statement.on_conflict_do_update(index_elements=["run", "file"], set_=newer),
+        [{"run": run, "file": file, "generation": generation} for file, generation in generations.items()],
+    )

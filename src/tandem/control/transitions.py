@@ -19,6 +19,8 @@ from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
 from tandem.errors import Conflict, Fenced, NotKnown
 from tandem.types import Handle
 
+_RUNS, _ATTEMPTS, _USAGE, _EVENTS = (cast("sa.Table", each.__table__) for each in (Run, Attempt, Usage, Event))
+
 LEASE_MS = 60_000
 """How long an agent may be silent. It renews every second."""
 
@@ -101,8 +103,7 @@ def ask_to_end(session: Session, org: str, run_id: str, want: Literal["stop", "c
     run = _run(session, org, run_id)
     if run.state in ENDED or run.want == "cancel" or run.want == want:
         return
-    _set_run(session, run.id, run.rev, want=want, wanted_at=now)
-    _tell(session, run_id, now, "want", want=want)
+    _set_run(session, run.id, run.rev, now, "want", {"want": want}, want=want, wanted_at=now)
 
 
 def resume(session: Session, org: str, run_id: str, now: int) -> None:
@@ -112,8 +113,7 @@ def resume(session: Session, org: str, run_id: str, now: int) -> None:
         raise Conflict(f"run '{run_id}' is {run.state}; only one that stopped, failed or was cancelled can be resumed")
     _check_room(session, run.project, max(0.0, run.max_cost_usd - spent_by_run(session, [run.id]).get(run.id, 0.0)))
     fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
-    _set_run(session, run.id, run.rev, retries_left=run.retries, **fresh)
-    _tell(session, run_id, now, "state", state="queued")
+    _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, retries_left=run.retries, **fresh)
 
 
 # --- an agent
@@ -136,15 +136,24 @@ def claim(session: Session, attempt_id: str, instance: str, now: int) -> None:
 
 def renew(session: Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int) -> Want:
     """Renew the lease by a sign of life; return what the execution should do. Fenced if it must end at once."""
-    attempt = _claimed_by(session, attempt_id, instance)
-    if attempt.end is not None:
+    table = _ATTEMPTS
+    held = sa.and_(table.c.id == attempt_id, table.c.state == "claimed", table.c.claimed_by == instance)
+    moved_at = sa.case((table.c.ticks == ticks, table.c.moved_at), else_=now)
+    renewed = sa.update(table).where(held, table.c.ended_at == 0)
+    renewed = renewed.values(lease_until=now + LEASE_MS, limit_ms=limit_ms, moved_at=moved_at, ticks=ticks)
+    found = session.execute(renewed.returning(table.c.run, table.c.claimed_at, table.c.usd_per_hour)).one_or_none()
+    if found is None:
+        check_claimed(session, attempt_id, instance)
         raise Fenced(f"attempt '{attempt_id}' has ended by its own word; write nothing more")
-    moved = {"moved_at": now, "ticks": ticks} if ticks != attempt.ticks else {}
-    _set_attempt(
-        session, attempt_id, Attempt.state == "claimed", lease_until=now + LEASE_MS, limit_ms=limit_ms, **moved
+    spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(_USAGE.c.run == found.run).scalar_subquery()
+    run = session.execute(
+        sa.select(_RUNS.c.want, _RUNS.c.wanted_at, _RUNS.c.max_cost_usd, spent).where(_RUNS.c.id == found.run)
+    ).one()
+    view = RunView(
+        found.run, "running", run.want, wanted_at=run.wanted_at, max_cost_usd=run.max_cost_usd, spent_usd=run[3] or 0.0
     )
-    run, views = _run(session, attempt.org, attempt.run), spent_by_run(session, [attempt.run])
-    return wanted(view_of_run(run, views.get(run.id, 0.0)), view_of_attempt(attempt), now)[0]
+    attempt = AttemptView(attempt_id, 0, "", "claimed", claimed_at=found.claimed_at, usd_per_hour=found.usd_per_hour)
+    return wanted(view, attempt, now)[0]
 
 
 def check_claimed(session: Session, attempt_id: str, instance: str) -> None:
@@ -183,7 +192,8 @@ def open_names(session: Session, names: Sequence[str]) -> set[str]:
 def open_attempt(session: Session, run: RunView, n: int, prefix: str, now: int) -> None:
     """Write an attempt's row, with the name that its job will have, before the provider is asked."""
     row = session.get_one(Run, run.id)
-    _set_run(session, run.id, run.rev, state="starting", why="", attempt_n=n)
+    told = {"state": "starting", "attempt": n}
+    _set_run(session, run.id, run.rev, now, "state", told, state="starting", why="", attempt_n=n)
     session.add(
         Attempt(
             id=new_id("attempt"), org=row.org, run=run.id, at=now, n=n, name=f"{prefix}{run.id}-{n}", target=row.target,
@@ -192,7 +202,6 @@ def open_attempt(session: Session, run: RunView, n: int, prefix: str, now: int) 
         )
     )  # fmt: skip
     session.flush()
-    _tell(session, run.id, now, "state", state="starting", attempt=n)
 
 
 def note_handle(session: Session, attempt: AttemptView, handle: Handle) -> None:
@@ -200,8 +209,8 @@ def note_handle(session: Session, attempt: AttemptView, handle: Handle) -> None:
 
 
 def move(session: Session, run: RunView, state: RunState, why: str, now: int) -> None:
-    _set_run(session, run.id, run.rev, state=state, why=why, **({"ended_at": now} if state in ENDED else {}))
-    _tell(session, run.id, now, "state", state=state, why=why)
+    more: dict[str, Any] = {"ended_at": now} if state in ENDED else {}
+    _set_run(session, run.id, run.rev, now, "state", {"state": state, "why": why}, state=state, why=why, **more)
 
 
 def close(
@@ -212,7 +221,8 @@ def close(
     more: dict[str, Any] = {"ended_at": now} if state in ENDED else {}
     if again:
         more = {"wait_until": now + wait_ms, "retries_left": run.retries_left - 1}
-    _set_run(session, run.id, run.rev, state=state, why=why, **more)
+    told = {"state": state, "why": why, "attempt": attempt.n}
+    _set_run(session, run.id, run.rev, now, "state", told, state=state, why=why, **more)
     as_read = sa.and_(
         Attempt.state == attempt.state,
         Attempt.lease_until == attempt.lease_until,
@@ -229,7 +239,7 @@ def close(
                 usd=attempt.cost_usd(until),
             )
         )  # fmt: skip
-    _tell(session, run.id, now, "state", state=state, why=why, attempt=attempt.n)
+    session.flush()
 
 
 # --- rows
@@ -282,10 +292,15 @@ def _claimed_by(session: Session, attempt_id: str, instance: str) -> Attempt:
     return attempt
 
 
-def _set_run(session: Session, run_id: str, rev: int, **values: Any) -> None:
-    found = session.execute(sa.update(Run).where(Run.id == run_id, Run.rev == rev).values(rev=rev + 1, **values))
-    if cast("sa.CursorResult[Any]", found).rowcount != 1:
+def _set_run(session: Session, run_id: str, rev: int, now: int, kind: str, body: dict[str, Any], **values: Any) -> None:
+    """Change a run as it was read, and write the event that tells of it."""
+    as_read = sa.update(_RUNS).where(_RUNS.c.id == run_id, _RUNS.c.rev == rev)
+    changed = as_read.values(rev=rev + 1, event_n=_RUNS.c.event_n + 1, **values)
+    found = session.execute(changed.returning(_RUNS.c.event_n, _RUNS.c.org)).one_or_none()
+    if found is None:
         raise Conflict(f"run '{run_id}' has changed since it was read; send it again")
+    session.execute(sa.insert(_EVENTS), {"run": run_id, "n": found[0], "org": found[1], "at": now, "kind": kind,
+                                         "body": body})  # fmt: skip
 
 
 def _set_attempt(session: Session, attempt_id: str, where: sa.ColumnElement[bool], **values: Any) -> bool:
