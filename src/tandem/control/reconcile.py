@@ -35,7 +35,7 @@ from tandem.control.decide import (
     decide,
 )
 from tandem.control.store import Store
-from tandem.errors import Conflict, MaybeLaunched, ProviderRefused, ProviderSilent, StoreError
+from tandem.errors import Conflict, MaybeLaunched, ProviderBusy, ProviderRefused, ProviderSilent, StoreError
 from tandem.protocols import Provider
 from tandem.types import Handle, Job, Sight
 
@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _LAUNCHES_AT_ONCE = 16  # one over ssh takes a second
 _END_GRACE_S = 5.0
+_BUSY_MS = 5_000  # between two writes of a run that waits for room
 
 Decide = Callable[[RunView, AttemptView | None, Sequence[Sight] | None, int], Step]
 
@@ -179,6 +180,11 @@ class Reconciler:
                 handle = await self._providers[attempt.target].launch(await self._job_of(run, attempt))
         except (MaybeLaunched, ProviderSilent) as error:
             _log.warning("%s: %s", attempt.name, error)
+            return False
+        except ProviderBusy as error:
+            if (now := self._clock()) - attempt.at >= _BUSY_MS:
+                change = partial(transitions.wait_for_room, run=run, attempt=attempt, why=str(error), now=now)
+                await self._store.write(change)
             return False
         except ProviderRefused as error:
             return await self._do(run, attempt, Close("failed", str(error)))

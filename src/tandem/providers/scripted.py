@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from tandem.errors import MaybeLaunched, ProviderRefused, ProviderSilent
+from tandem.errors import MaybeLaunched, ProviderBusy, ProviderRefused, ProviderSilent
 from tandem.providers.settings import TargetSettings, check_job, checked_name, checked_path
 from tandem.providers.shell import Answer, Shell, exports
 from tandem.types import Handle, Job, Sight
@@ -40,7 +40,8 @@ class ScriptedProvider:
         except ProviderSilent as error:
             raise MaybeLaunched(f"{job.name}: {error}") from error
         if answer.code == _REFUSED:
-            raise ProviderRefused(f"{self._shell.where}: {answer.lines[-1][-1]}")
+            kind, why = answer.lines[-1]
+            raise (ProviderBusy if kind == "busy" else ProviderRefused)(f"{self._shell.where}: {why}")
         if answer.code != 0 or ["begun", job.name] not in answer.lines:
             raise MaybeLaunched(f"{job.name}: {self._shell.where} answered with code {answer.code}: {answer.error}")
         return Handle(job.name)
