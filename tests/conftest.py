@@ -50,6 +50,7 @@ SLOW = {
     "providers/test_local.py": "jobs on this machine, ended and launched many times",
     "providers/test_ssh.py": "a real sshd, some times killed",
     "control/test_agent.py": "whole runs under a control plane, killed on the way",
+    "providers/test_ray.py": "a real Ray cluster, where it is installed",
     "providers/test_slurm.py": "Slurm's real daemons, some times killed",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from tandem.protocols import Provider
 
 
@@ -33,6 +35,8 @@ class Place:
     settle_s: float = 10.0
     """How long a state may take to be seen."""
     can: frozenset[str] = field(default_factory=frozenset)
+    console_only: bool = False
+    """Whether the provider reads what a job prints, with lines of others, and no other file."""
 
 
 def free_port() -> int:
@@ -182,3 +186,51 @@ def slurm(program: str = "slurmctld") -> str:
     """The path of one of Slurm's daemons; empty where it is not installed, or cannot be started by this user."""
     found = shutil.which(program, path="/usr/sbin:/usr/local/sbin:/usr/bin")
     return found or "" if os.getuid() == 0 and shutil.which("munged", path="/usr/sbin:/usr/bin") else ""
+
+
+class Ray:
+    """A Ray cluster of one node on this machine, by the `ray` command on the PATH."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="ray-"))  # its sockets' paths must be short
+        ports = [free_port() for _ in range(2)]
+        self.url = f"http://127.0.0.1:{ports[1]}"
+        self._mark = f"TANDEM_TRIED_RAY={self.root}"
+        where = [f"--port={ports[0]}", f"--dashboard-port={ports[1]}", "--dashboard-host=127.0.0.1"]
+        size = ["--num-cpus=20", "--num-gpus=4", "--object-store-memory=80000000", f"--temp-dir={self.root}/ray"]
+        env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "TANDEM_TRIED_RAY": str(self.root)}
+        with (self.root / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [ray(), "start", "--head", "--block", "--node-ip-address=127.0.0.1", *where, *size], env=env,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        try:
+            until(self._answers, 60)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for _ in range(3):
+            for environ in Path("/proc").glob("[0-9]*/environ"):
+                with suppress(OSError):
+                    if self._mark.encode() in environ.read_bytes().split(b"\0"):
+                        os.kill(int(environ.parent.name), signal.SIGKILL)
+            time.sleep(0.1)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, (self.root / "log").read_text()
+        with suppress(httpx.TransportError):
+            told = httpx.get(f"{self.url}/nodes?view=summary", timeout=5, trust_env=False)
+            return told.status_code == 200 and any(
+                (node.get("raylet") or {}).get("state") == "ALIVE" for node in told.json()["data"]["summary"]
+            )
+        return False
+
+
+def ray() -> str:
+    """The path of the command; empty where it is not installed."""
+    return shutil.which("ray") or ""
