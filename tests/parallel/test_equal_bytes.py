@@ -51,7 +51,7 @@ LAYOUTS = {
 }  # fmt: skip
 """Which cases are trained on how many ranks and hosts, besides one. Each case is on one or two of the layouts, and each
 layout has every recipe or its loss, both precisions, adapters, and another optimizer than AdamW."""
-STEPS = int(os.environ.get("TANDEM_EQUAL_STEPS", "6"))
+STEPS = int(os.environ.get("TANDEM_EQUAL_STEPS", "4"))
 """`TANDEM_EQUAL_STEPS=20` for the figure of docs/parallel.md."""
 SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
 """Files with times in them, or with a set's order of this process."""
@@ -75,7 +75,7 @@ def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         spec["train"] |= {"groups_per_step": 4, "group_size": 4}
     else:
-        spec["data"] = {"kind": "file", "path": str(home / f"{recipe}.jsonl"), "eval_share": 0.1}
+        spec["data"] = {"kind": "file", "path": str(home / f"{recipe}.jsonl"), "eval_share": 0.05}
         spec["train"] |= {"batch_size": 8}
     return spec
 
