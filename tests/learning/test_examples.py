@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LEARNS = (
-    "sft", "preference", "orpo", "kto", "own_environment", "own_loss", "own_preference", "rejection_sampling",
+    "preference", "orpo", "kto", "own_environment", "own_loss", "own_preference", "rejection_sampling",
     "multi_turn", "rl_async",
 )  # fmt: skip
 ELSEWHERE = {
@@ -60,7 +60,7 @@ def trained(name: str, directory: str) -> dict[str, Any]:
 
 def test_every_example_is_run_somewhere():
     specs = {path.stem for path in EXAMPLES.glob("*.toml")}
-    assert specs == {*LEARNS, *ELSEWHERE}
+    assert specs == {"sft", *LEARNS, *ELSEWHERE}
     table = (EXAMPLES / "README.md").read_text()
     listed = set(re.findall(r"\(([\w/.]+)\)", table))
     here = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.is_file()}
@@ -82,7 +82,8 @@ def test_an_example_learns(name: str):
 
 
 def test_a_table_of_tickets_ends_in_a_served_model_that_sorts_them():
-    trained("sft", "runs/tickets")
+    ended = trained("sft", "runs/tickets")
+    assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
     path, _, version = find_model("runs/tickets")
     model, engine = load_model(path, version, HfEngineSpec(), thinking=False, inline=True)
     rows = [json.loads(line) for line in (EXAMPLES / "data" / "tickets.jsonl").read_text().splitlines()][:24]

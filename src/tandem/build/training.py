@@ -130,6 +130,18 @@ def settle_torch(spec: RunSpec) -> Any:
     return device
 
 
+def import_model_code(spec: RunSpec) -> None:
+    """Import what every model needs. Ranks do so before they meet: from a slow disk it takes minutes, and a rank that
+    makes no progress in an order for `parallel.deadline_s` is taken for lost."""
+    import transformers.generation.utils  # noqa: F401
+
+    if spec.model.lora is not None:
+        from tandem.model.lora import quiet_bitsandbytes
+
+        quiet_bitsandbytes()
+        import peft  # noqa: F401
+
+
 def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     """Return the torch device for a spec's `device`."""
     import torch
