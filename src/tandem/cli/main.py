@@ -34,6 +34,7 @@ from tandem.cli.options import (
 from tandem.cli.rollouts import rollouts_app
 from tandem.cli.runs import env_list, runs
 from tandem.cli.samples import samples
+from tandem.cli.sweep import sweep
 from tandem.cli.sync import sync_app
 from tandem.cli.targets import targets
 from tandem.errors import TandemError
@@ -253,26 +254,6 @@ def digest(
     typer.echo(
         json.dumps(found, indent=2) if as_json else "\n".join(f"{what} {hash_}" for what, hash_ in found.items())
     )
-
-
-@app.command()
-def sweep(
-    spec: SpecFile,
-    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Seeds, separated by commas: --seeds 0,1,2")],
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory of the sweep; give it again to resume. Default: a new one.")
-    ] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Train SPEC once per seed and report the combined result. Exit code 1: a seed failed."""
-    from tandem.spec.load import load_spec, parse_seeds
-
-    numbers = parse_seeds(seeds)
-    checked = load_spec(spec, overrides or ())
-    from tandem.recipes.sweep import sweep
-
-    if sweep(checked, numbers, directory).failed:
-        raise typer.Exit(1)
 
 
 @app.command()
@@ -563,6 +544,7 @@ app.command()(atropos)
 env_app.command("check")(env_check)
 app.command()(init)
 app.command()(samples)
+app.command()(sweep)
 app.command("feedback")(feedback_command)
 app.command()(runs)
 app.command()(targets)

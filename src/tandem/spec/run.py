@@ -23,6 +23,7 @@ from tandem.spec.precision import Bfloat16Precision, Float32Precision, Precision
 from tandem.spec.preference import DpoSpec, KtoSpec, PreferenceAlgorithm, PreferenceStage
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.samples import SamplesSpec
+from tandem.spec.sweep import SweepSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
@@ -60,6 +61,8 @@ class _RunSpecBase(Spec):
     """When the run saves its state, and which checkpoints it keeps."""
     artifacts: ArtifactsSpec | None = None
     """Where copies of the run go. Left out: nowhere."""
+    sweep: SweepSpec | None = None
+    """The values and seeds of `tandem sweep`. `tandem train` takes one run and refuses it."""
 
     @model_validator(mode="before")
     @classmethod
