@@ -350,7 +350,7 @@ def export(
     ] = "",
     gguf: Annotated[
         Literal["", "f32", "f16", "bf16", "q8_0", "q4_1"],
-        typer.Option(help="Write the whole model as one GGUF file of this kind, for llama.cpp. Default: no."),
+        typer.Option(help="Write one GGUF file of this kind, for llama.cpp, and a Modelfile for Ollama. Default: no."),
     ] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
