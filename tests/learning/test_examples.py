@@ -24,7 +24,10 @@ from tandem.types import Sampling
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LEARNS = ("sft", "preference", "orpo", "kto", "own_environment", "own_loss", "multi_turn", "rl_async")
+LEARNS = (
+    "sft", "preference", "orpo", "kto", "own_environment", "own_loss", "own_preference", "rejection_sampling",
+    "multi_turn", "rl_async",
+)  # fmt: skip
 ELSEWHERE = {
     "quickstart": "tests/learning/test_quickstart.py",
     "online": "tests/http/test_online_take_home.py",

@@ -106,7 +106,7 @@ def _refuse_missing(spec: RunSpec) -> None:
     """Refuse models, files and a vLLM that do not exist, before the run has a directory and torch is imported."""
     refuse_missing(spec.model)
     algorithm = getattr(spec, "algorithm", None)
-    if isinstance(algorithm, DistillSpec):
+    if isinstance(algorithm, DistillSpec) and not algorithm.is_served:
         refuse_no_model(algorithm.teacher, algorithm.teacher_revision, "algorithm.teacher")
     warmup = spec.warmup if isinstance(spec, RlSpec) else None
     field, data = ("warmup.data", warmup and warmup.data) if isinstance(spec, RlSpec) else ("data", spec.data)

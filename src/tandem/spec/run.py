@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec, uses_reference
 from tandem.spec.artifacts import ArtifactsSpec
@@ -16,11 +16,11 @@ from tandem.spec.environment import EnvironmentSpec, mixed, only_scores
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
-from tandem.spec.own import OwnName
+from tandem.spec.own import OwnAlgorithmSpec, OwnName, as_own, check_recorded
 from tandem.spec.pairing import check_sync, usual_bridge
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec, KtoSpec, PreferenceAlgorithm, PreferenceStage
+from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.samples import SamplesSpec
 from tandem.spec.sweep import SweepSpec
@@ -191,10 +191,10 @@ class RlSpec(_RunSpecBase):
                 f"sync.backend = 'ipc': shared memory belongs to one process, and parallel.ranks = {ranks}; choose "
                 "'nccl' or 'gloo', or leave it out"
             )
-        if isinstance(self.algorithm, DistillSpec):
+        if isinstance(self.algorithm, DistillSpec) and not self.algorithm.is_served:
             raise ValueError(
                 f"algorithm.kind = 'distill': its teacher runs in one process, and parallel.ranks = {ranks}; set "
-                "parallel.ranks = 1"
+                "parallel.ranks = 1, or serve the teacher and give its URL: algorithm.teacher = 'http://host:8000/v1'"
             )
         if isinstance(self.rollouts, AtroposRollouts):
             raise ValueError(
@@ -234,6 +234,17 @@ def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "environment": {**environment, "workers": min(_MOST_WORKERS, max(1, groups * size))}}
 
 
+def _own_only(raw: Any) -> Any:
+    told = as_own(raw)
+    table = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    if (kind := table.get("kind", "own")) != "own":
+        raise ValueError(
+            f"kind = '{kind}' is unknown here: recipe = 'sft' imitates every conversation; leave [algorithm] out, or "
+            "name a loss of your own: name = 'mine.py:loss'"
+        )
+    return cast("Any", told)
+
+
 class SftSpec(_RunSpecBase):
     """Supervised training on recorded conversations (SFT)."""
 
@@ -242,11 +253,15 @@ class SftSpec(_RunSpecBase):
     """The conversations to train on."""
     train: SftStage
     """The supervised steps."""
+    algorithm: Annotated[OwnAlgorithmSpec | None, BeforeValidator(_own_only)] = None
+    """A loss of your own. Left out: every trained token of a conversation counts alike."""
     eval: LossEvalSpec = LossEvalSpec()
     """How the run is evaluated."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> SftSpec:
+        if self.algorithm is not None:
+            check_recorded(self.algorithm)
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
         return self
@@ -269,11 +284,10 @@ class PreferenceSpec(_RunSpecBase):
     def _fits_together(self) -> PreferenceSpec:
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
-        if isinstance(self.algorithm, KtoSpec) and self.parallel.num_shares > 1:
-            raise ValueError(
-                f"algorithm.kind = 'kto': its KL is estimated over a whole step in one process, and parallel.shares = "
-                f"{self.parallel.num_shares}; set parallel.ranks = 1 and leave shares out, or choose 'dpo' or 'orpo'"
-            )
+        if isinstance(self.algorithm, OwnAlgorithmSpec):
+            check_recorded(self.algorithm)
+            if not self.algorithm.name:
+                raise ValueError("algorithm.name: is missing; name the loss of a pair, as path/to/file.py:function")
         return self
 
 
@@ -306,6 +320,11 @@ def _check_algorithm(algorithm: AlgorithmSpec, stage: RlStage) -> None:
         raise ValueError(
             f"train.replace_equal_groups = {stage.replace_equal_groups}: '{algorithm.kind}' also learns from groups "
             "with equal rewards, so no group would be replaced; leave it out"
+        )
+    if isinstance(algorithm, DistillSpec) and algorithm.is_served and stage.temperature != 1:
+        raise ValueError(
+            f"train.temperature = {stage.temperature:g}: a served teacher gives logprobs at temperature 1; set "
+            "temperature = 1, or load the teacher in this run: algorithm.teacher = a directory or hub id"
         )
     if stage.top_p < 1 and (isinstance(algorithm, DistillSpec) or uses_reference(algorithm)):
         raise ValueError(
