@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec, uses_reference
 from tandem.spec.artifacts import ArtifactsSpec
@@ -23,6 +23,7 @@ from tandem.spec.precision import Bfloat16Precision, Float32Precision, Precision
 from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.samples import SamplesSpec
+from tandem.spec.sweep import SweepSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
@@ -60,6 +61,15 @@ class _RunSpecBase(Spec):
     """When the run saves its state, and which checkpoints it keeps."""
     artifacts: ArtifactsSpec | None = None
     """Where copies of the run go. Left out: nowhere."""
+    sweep: SweepSpec | None = None
+    """The values and seeds of `tandem sweep`. `tandem train` takes one run and refuses it."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _no_mps(cls, device: Any) -> Any:
+        if device == "mps":
+            raise ValueError("sampling and training use 64-bit numbers, which a Mac's GPU does not have; set 'cpu'")
+        return device
 
     @model_validator(mode="before")
     @classmethod
