@@ -1,4 +1,5 @@
-"""A loss, an optimizer and a callback of your own: examples/own_loss.toml names all three by path."""
+"""Losses, an optimizer and a callback of your own: examples/own_loss.toml names a loss for RL and the other two by path,
+examples/own_preference.toml the loss `ipo` for pairs of answers."""
 
 from __future__ import annotations
 
@@ -16,6 +17,18 @@ def loss(
     clipped_N = ratio_N.clamp(1 - clip, 1 + clip)
     objective_N = torch.minimum(ratio_N * micro.credit_N, clipped_N * micro.credit_N)
     return -objective_N.sum() / totals.tokens, {"loss/clipped": (ratio_N != clipped_N).sum()}
+
+
+def ipo(
+    scored: tandem.TokenLogprobs, micro: tandem.MicroBatch, totals: tandem.Totals, *, beta: float = 0.1
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """IPO: pulls the margin of each of the P pairs to 1 / (2 beta), where DPO pushes it up without an end."""
+    assert micro.reference_N is not None  # algorithm.reference = true
+    gain_N = micro.credit_N * (scored.logprobs_N - micro.reference_N) / micro.length_N
+    margin_P = micro.pair_sums(gain_N)  # credit is 1 for the better answer and -1 for the other
+    pairs = totals.sequences / 2
+    right = (margin_P > 0).sum() * totals.tokens / pairs  # a metric is divided by the step's tokens
+    return (margin_P - 1 / (2 * beta)).square().sum() / pairs, {"reward/accuracy": right}
 
 
 class SignMomentum:

@@ -71,8 +71,10 @@ async def run_loop(
     sync_every: int = 1,
     call: Call = asyncio.to_thread,
     checkpointer: Checkpointer = _NO_CHECKPOINTS,
+    look_over: Callable[[Sequence[Group]], Awaitable[None]] | None = None,
 ) -> None:
-    """Train until the trainer's version is `last_version`; the engine holds that version when this returns."""
+    """Train until the trainer's version is `last_version`; the engine holds that version when this returns.
+    `look_over`: awaited with the groups of each step before they are packed; a served teacher scores them then."""
     named_producers = {f"producer-{number}": each for number, each in enumerate(producers)}
     checkpointer.begin(trainer, {"store": store, "publisher": publisher, **named_producers}, last_version)
     await publisher.ensure_served(trainer)
@@ -86,6 +88,8 @@ async def run_loop(
             started = time.perf_counter()
             groups = await store.take(groups_per_step)
             held += len(groups)
+            if look_over is not None:
+                await look_over(groups)
             taken = time.perf_counter()
             publisher.check(groups)
             checkpointer.step_started()

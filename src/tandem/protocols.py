@@ -187,6 +187,13 @@ class DigestedEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that gives logprobs of tokens that it did not sample."""
+
+    async def score(self, ids: Sequence[int]) -> list[float]: ...   # of ids[1:], at temperature 1
+
+
+@runtime_checkable
 class PooledEngine(Protocol):
     """Several engines that are one Engine."""
 

@@ -156,6 +156,8 @@ class Trajectory:
     task_id: str = ""
     messages: list[Message] = field(default_factory=list[Message])
     """The same conversation as text, for people to read; never tokenised again."""
+    teacher_logprobs: list[float] = field(default_factory=list[float])
+    """Of each token, under a served teacher, once it has scored them; 0.0 for the first. Empty: there is none."""
     advantages: list[float] = field(default_factory=list[float])
     """Of each token, where an environment says them itself: they take the place of the algorithm's. Empty: it does
     not."""
@@ -240,6 +242,13 @@ class MicroBatch:
     hold: float = 0.0
     """Not 0: these tokens are not learned. The loss is the policy's KL divergence from the reference at each of them,
     over the whole vocabulary, times this."""
+
+    def pair_sums(self, values_N: Tensor) -> Tensor:
+        """Return the sum of each pair's values, where every group is a pair of answers."""
+        groups: Any = self.group_S
+        pairs, pair_S = groups.unique(return_inverse=True)
+        assert len(groups) == 2 * len(pairs), "a pair was split over two micro-batches"
+        return values_N.new_zeros(len(pairs)).index_add(0, pair_S[self.sequence_N], values_N)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""An optimizer and a callback of the user's own in SFT and DPO: trained, counted, resumed to the same bytes."""
+"""A loss, an optimizer and a callback of the user's own in SFT and on pairs: trained, resumed to the same bytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from typing import Any
 import pytest
 
 import tandem
-from tandem.errors import SpecError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 MINE = """
 import torch
+
+def focal(scored, micro, totals, power=1.0):
+    known_N = scored.logprobs_N.exp()
+    loss_N = -micro.credit_N * (1 - known_N) ** power * scored.logprobs_N
+    return loss_N.sum() / totals.tokens, {"mine/known": known_N.sum()}
+
+def squared(scored, micro, totals, margin=2.0):
+    gain_N = micro.credit_N * (scored.logprobs_N - micro.reference_N)
+    margin_P = micro.pair_sums(gain_N)
+    return (margin_P - margin).square().sum() / totals.sequences, {"mine/known": margin_P.sum()}
 
 class SignMomentum:
     def init(self, like):
@@ -37,6 +46,10 @@ class Count:
 """
 
 
+OWN = {
+    "sft": lambda home: {"name": f"{home}/mine.py:focal", "params": {"power": 0.5}},
+    "preference": lambda home: {"name": f"{home}/mine.py:squared", "reference": True},
+}
 STOPS = 'def on_step(self, step):\n        assert step.version < 4, "as planned"\n        self.total'
 
 
@@ -46,6 +59,7 @@ def spec(recipe: str, home: Path) -> dict[str, Any]:
         "recipe": recipe, "model": {"preset": "tiny"}, "data": {"path": str(EXAMPLES / file), "eval_share": 0.4},
         "callbacks": [f"{home}/mine.py:Count"], "checkpoint": {"every": 1},
         "train": {"steps": 6, "batch_size": 16, "lr": 3e-4, "optimizer": {"kind": f"{home}/mine.py:SignMomentum"}},
+        "algorithm": OWN[recipe](home),
     }  # fmt: skip
 
 
@@ -54,13 +68,16 @@ def rows(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("recipe", ["sft", "preference"])
-def test_own_optimizer_and_callback_learn_and_resume_to_the_same_bytes(recipe: str, tmp_path: Path):
+def test_a_loss_an_optimizer_and_a_callback_learn_and_resume_to_the_same_bytes(recipe: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text(MINE)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     ended = tandem.run(spec(recipe, tmp_path), whole).status
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
     totals = [row["mine/total"] for row in rows(whole)]
     assert totals == sorted(set(totals))
+    known = [row["mine/known"] for row in rows(whole)]
+    assert known[-1] > known[0]
+    assert "SHA-256" in (whole / "report.html").read_text()
     assert {row["mine/sft"] for row in rows(whole)} == {float(recipe == "sft")}
     (tmp_path / "mine.py").write_text(MINE.replace("def on_step(self, step):\n        self.total", STOPS))
     with pytest.raises(Exception, match="as planned"):
@@ -69,9 +86,3 @@ def test_own_optimizer_and_callback_learn_and_resume_to_the_same_bytes(recipe: s
     tandem.resume(stopped)
     assert tandem.digest_run(stopped) == tandem.digest_run(whole)
     assert [row["mine/total"] for row in rows(stopped)] == totals
-
-
-@pytest.mark.parametrize("recipe", ["sft", "preference"])
-def test_a_loss_of_ones_own_is_refused_by_name(recipe: str, tmp_path: Path):
-    with pytest.raises(SpecError, match=r"algorithm.*own"):
-        tandem.parse_spec({**spec(recipe, tmp_path), "algorithm": {"name": "mine.py:loss"}})

@@ -96,11 +96,12 @@ def cut(run: Path, after: int) -> None:
 def on_groups(spec: Any, crew: Any, directory: Path) -> None:
     """Train on recorded groups, as the loop of an RL run does with groups that were sampled."""
     from tandem.build import training
+    from tandem.build.reference import set_reference
 
     directory.mkdir(parents=True)
     model = training.run_model(spec, crew)
     algorithm = training.algorithm(spec.algorithm, spec.train.max_tokens)
-    training.reference(spec.algorithm, model, spec.precision)
+    set_reference(spec.algorithm, model, spec.precision)
     trainer = training.trainer(spec.train, model, algorithm, 0, spec.seed)
     make = training.batches(spec.train, model, algorithm)
     rng = random.Random(5)

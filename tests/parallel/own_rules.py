@@ -34,3 +34,14 @@ def loss(scored: Any, micro: Any, totals: Any) -> Tensor:
     ratio_N = (scored.logprobs_N - micro.behaviour_N).exp()
     apart_N = (scored.logprobs_N - micro.reference_N).square()
     return (0.05 * apart_N - ratio_N * micro.credit_N).sum() / totals.tokens
+
+
+def focal(scored: Any, micro: Any, totals: Any) -> Tensor:
+    """Of recorded conversations: a token that is known already counts less."""
+    return -((1 - scored.logprobs_N.exp()) * scored.logprobs_N * micro.credit_N).sum() / totals.tokens
+
+
+def ipo(scored: Any, micro: Any, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    gain_N = micro.credit_N * (scored.logprobs_N - micro.reference_N) / micro.length_N
+    margin_P = micro.pair_sums(gain_N)
+    return (margin_P - 1.0).square().sum() / totals.sequences, {"reward/margin": margin_P.sum()}

@@ -31,8 +31,13 @@ CASES = {
     "sft lora": {"model": {"lora": {"rank": 4}}},
     "sft lora bf16": {"model": {"lora": {"rank": 4}}, "precision": {"weights": "bfloat16"}},
     "sft lora muon": {"model": {"lora": {"rank": 4}}, "optimizer": "muon"},
+    "sft own loss": {"algorithm": {"name": f"{OWN}:focal"}},
     "preference": {"recipe": "preference"},
+    "preference own loss": {"recipe": "preference", "algorithm": {"name": f"{OWN}:ipo", "reference": True}},
     "preference lora": {"recipe": "preference", "model": {"lora": {"rank": 4}}},
+    "kto": {"recipe": "preference", "data": "kto", "algorithm": {"kind": "kto"}},
+    "kto lora": {"recipe": "preference", "data": "kto", "algorithm": {"kind": "kto"}, "model": {"lora": {"rank": 4}}},
+    "orpo lora": {"recipe": "preference", "algorithm": {"kind": "orpo"}, "model": {"lora": {"rank": 4}}},
     "groups": {"recipe": "rl"},
     "groups own loss": {"recipe": "rl", "algorithm": {"name": f"{OWN}:loss", "reference": True}},
     "groups lora": {"recipe": "rl", "model": {"lora": {"rank": 4}}},
@@ -41,13 +46,14 @@ LAYOUTS = {
     (2, 1): [
         "sft", "sft bf16 recompute", "sft adamw_8bit", "sft muon bf16", "sft apollo", "sft adafactor", "sft lora bf16",
         "preference", "groups lora", "sft own by rows", "groups own loss",
+        "sft own loss", "preference own loss", "kto",
     ],
-    (2, 2): ["sft bf16", "sft lora", "sft muon", "groups", "sft own whole bf16"],
+    (2, 2): ["sft bf16", "sft lora", "sft muon", "groups", "sft own whole bf16", "kto lora"],
     (4, 1): [
         "sft recompute", "sft bf16", "sft bf16 fp32 master", "sft muon", "sft apollo_mini bf16", "sft adafactor",
-        "sft lora", "sft lora muon", "preference lora", "groups",
+        "sft lora", "sft lora muon", "preference lora", "groups", "kto",
     ],
-    (4, 2): ["sft", "sft bf16 recompute", "sft adamw_8bit", "sft lora bf16", "preference", "groups lora"],
+    (4, 2): ["sft", "sft bf16 recompute", "sft adamw_8bit", "sft lora bf16", "preference", "groups lora", "orpo lora"],
 }  # fmt: skip
 """Which cases are trained on how many ranks and hosts, besides one. Each case is on one or two of the layouts, and each
 layout has every recipe or its loss, both precisions, adapters, and another optimizer than AdamW."""
@@ -75,8 +81,9 @@ def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         spec["train"] |= {"groups_per_step": 4, "group_size": 4}
     else:
-        spec["data"] = {"kind": "file", "path": str(home / f"{recipe}.jsonl"), "eval_share": 0.1}
+        spec["data"] = {"kind": "file", "path": str(home / f"{changes.get('data', recipe)}.jsonl"), "eval_share": 0.1}
         spec["train"] |= {"batch_size": 8}
+        spec |= {"algorithm": changes["algorithm"]} if "algorithm" in changes else {}
     return spec
 
 
@@ -90,7 +97,11 @@ def write_data(home: Path) -> None:
     def pair(n: int) -> dict[str, str]:
         return {"prompt": f"say {n}", "chosen": "well " * (1 + n % 3), "rejected": "no " * (1 + n % 4)}
 
-    rows = {"sft": [{"messages": conversation(n)} for n in range(60)], "preference": [pair(n) for n in range(60)]}
+    def rated(n: int) -> dict[str, Any]:
+        return {"prompt": f"say {n}", "completion": "well " * (1 + n % 4), "label": n % 3 > 0}
+
+    rows: dict[str, Any] = {"sft": [{"messages": conversation(n)} for n in range(60)]}
+    rows |= {"preference": [pair(n) for n in range(60)], "kto": [rated(n) for n in range(60)]}
     for name, each in rows.items():
         (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
 

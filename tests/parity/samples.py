@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce_pp, rloo
+from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, ppo, reinforce_pp, rejection_sampling, rloo
 from tandem.protocols import Algorithm
 from tandem.spec.algorithm import (
     CispoSpec,
@@ -19,6 +19,7 @@ from tandem.spec.algorithm import (
     GspoSpec,
     PpoSpec,
     ReinforcePpSpec,
+    RejectionSamplingSpec,
     RlooSpec,
 )
 from tandem.types import Group, MicroBatch, PackedRows, TokenLogprobs, Trajectory
@@ -35,9 +36,11 @@ MAKERS: dict[str, Any] = {
     "cispo": lambda **spec: cispo.make(CispoSpec(**spec)),
     "reinforce_pp": lambda **spec: reinforce_pp.make(ReinforcePpSpec(**spec)),
     "ppo": lambda **spec: ppo.make(PpoSpec(**spec)),
+    "rejection_sampling": lambda **spec: rejection_sampling.make(RejectionSamplingSpec(**spec)),
     "distill": lambda **spec: distill.make(DistillSpec(teacher="teacher", **spec)),
 }
-FROM_REWARDS = [name for name in MAKERS if name != "distill"]
+FROM_REWARDS = [name for name in MAKERS if name not in ("distill", "rejection_sampling")]
+"""Those whose credit compares siblings with each other."""
 CORRECTED = ["dr_grpo", "grpo", "rloo", "dapo", "reinforce_pp"]
 """Those with the clipped surrogate and a choice of corrections."""
 

@@ -111,7 +111,7 @@ def test_the_kl_term_has_its_closed_form(
 
 def test_without_a_coefficient_no_reference_is_asked_for() -> None:
     assert {name: algorithm_of(name).needs_reference for name in MAKERS} == {
-        **dict.fromkeys(FROM_REWARDS, False),
+        **dict.fromkeys([*FROM_REWARDS, "rejection_sampling"], False),
         "distill": True,
     }
 

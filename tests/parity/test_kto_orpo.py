@@ -237,10 +237,9 @@ SPEC = {"recipe": "preference", "model": {"preset": "tiny"}, "data": {"path": "a
         "train": {"steps": 2, "lr": 1e-3}}  # fmt: skip
 
 
-def test_a_spec_without_a_kind_is_dpo_and_kto_takes_one_rank() -> None:
+def test_a_spec_without_a_kind_is_dpo_and_kto_takes_several_ranks() -> None:
     kinds = [parse_spec(SPEC | {"algorithm": table}).algorithm.kind for table in ({"beta": 1.0}, {"kind": "orpo"})]  # type: ignore[union-attr]
     assert kinds == ["dpo", "orpo"]
-    with pytest.raises(SpecError, match="'kto': its KL is estimated over a whole step"):
-        parse_spec(SPEC | {"algorithm": {"kind": "kto"}, "parallel": {"ranks": 2}})
+    assert parse_spec(SPEC | {"algorithm": {"kind": "kto"}, "parallel": {"ranks": 2}}).parallel.ranks == 2
     with pytest.raises(SpecError, match='write recipe = "preference", and \\[algorithm\\] kind = "kto"'):
         parse_spec(SPEC | {"recipe": "kto"})

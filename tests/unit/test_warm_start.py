@@ -15,6 +15,7 @@ from torch import Tensor
 from trainers import make_group, make_step
 
 from tandem.build import training
+from tandem.build.reference import set_reference
 from tandem.errors import SpecError
 from tandem.model.load_checkpoint import load_model
 from tandem.model.policy import CausalPolicy
@@ -349,7 +350,7 @@ def test_an_adapter_is_no_model_path(adapted: tuple[Path, Tensor], tmp_path: Pat
 def test_a_teacher_without_a_tokenizer_is_refused_under_its_own_field(tmp_path: Path):
     model = built(PresetModel(preset="tiny"))
     with pytest.raises(SpecError, match=r"^algorithm.teacher = '.*': there is no such directory"):
-        training.reference(DistillSpec(teacher=str(tmp_path / "nowhere")), model, Float32Precision())
+        set_reference(DistillSpec(teacher=str(tmp_path / "nowhere")), model, Float32Precision())
     with pytest.raises(SpecError, match=r"^model.path = '.*': there is no such directory"):
         built(PathModel(path=str(tmp_path / "nowhere")))
 

@@ -1,4 +1,8 @@
-"""On-policy distillation: the policy samples, and a teacher scores each token (reverse KL)."""
+"""On-policy distillation: the policy samples, and a teacher scores each token (reverse KL).
+
+A teacher in this process scores micro-batches, as a reference does. A served one has scored the answers before they are
+packed. Both arrive as `micro.reference_N`.
+"""
 
 from __future__ import annotations
 
@@ -36,4 +40,4 @@ def make(spec: DistillSpec) -> Algorithm:
         }
         return -(value_N * token_mean(micro, totals)).sum(), sums
 
-    return Algorithm("distill", has_tokens, credit, loss, needs_reference=True, credit_is_all=False)
+    return Algorithm("distill", has_tokens, credit, loss, needs_reference=not spec.is_served, credit_is_all=False)

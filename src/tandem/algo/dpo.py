@@ -21,7 +21,7 @@ def make(spec: DpoSpec) -> Algorithm:
         num_pairs = totals.sequences / 2
         weight_N = micro.credit_N / micro.length_N if spec.length_normalised else micro.credit_N
         gain_N = spec.beta * weight_N * (scored.logprobs_N - micro.reference_N)
-        margin_P = pair_sums(gain_N, micro)
+        margin_P = micro.pair_sums(gain_N)
         losses_P = pair_losses(margin_P, spec.label_smoothing)
         chosen_N = micro.credit_N > 0
         imitation = -(scored.logprobs_N / micro.length_N)[chosen_N].sum()
@@ -53,12 +53,6 @@ def credit(groups: Sequence[Group]) -> list[Credit]:
 
 def _sign(reward: float, group: Group) -> float:
     return 1.0 if reward == max(each.reward for each in group) else -1.0
-
-
-def pair_sums(values_N: Tensor, micro: MicroBatch) -> Tensor:
-    pairs, pair_S = micro.group_S.unique(return_inverse=True)
-    assert len(micro.group_S) == 2 * len(pairs), "dpo: a pair was split over two micro-batches"
-    return values_N.new_zeros(len(pairs)).index_add(0, pair_S[micro.sequence_N], values_N)
 
 
 def pair_losses(margin_P: Tensor, label_smoothing: float) -> Tensor:

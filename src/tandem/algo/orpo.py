@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tandem.algo.dpo import credit, is_pair, pair_sums
+from tandem.algo.dpo import credit, is_pair
 from tandem.algo.importance_ratio import sequence_sums
 from tandem.protocols import Algorithm
 from tandem.spec.preference import OrpoSpec
@@ -25,7 +25,7 @@ def make(spec: OrpoSpec) -> Algorithm:
         sign_S = sequence_sums(micro.credit_N / micro.length_N, micro)
         # The odds belong to whole answers; each token carries its share to the sum over the pair.
         share_N = (sign_S * log_odds(mean_S))[micro.sequence_N] / micro.length_N
-        margin_P = pair_sums(share_N, micro)
+        margin_P = micro.pair_sums(share_N)
         chosen_S = sign_S > 0
         imitation = -mean_S[chosen_S].sum()
         value = (imitation - spec.beta * logsigmoid(margin_P).sum()) / num_pairs

@@ -1,4 +1,5 @@
-"""An algorithm of the user's own: each of its three functions may come from a file; the others are those of dr_grpo.
+"""An algorithm of the user's own: each of its three functions may come from a file; the others are those of dr_grpo
+in RL, of SFT or of DPO on recorded rows.
 
 What a user's function returns is checked here, where the error can name it.
 """
@@ -11,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from tandem.algo import dr_grpo
 from tandem.errors import OwnCodeFailed, SpecError
 from tandem.io import own_code
 from tandem.protocols import Algorithm, Credit
-from tandem.spec.algorithm import DrGrpoSpec, OwnAlgorithmSpec
+from tandem.spec.own import OwnAlgorithmSpec
 from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
 
 _LOSS, _CREDIT, _KEEP = "loss(scored, micro, totals)", "credit(groups)", "keep(group)"
 
 
-def make(spec: OwnAlgorithmSpec) -> Algorithm:
-    plain = dr_grpo.make(DrGrpoSpec())
+def make(spec: OwnAlgorithmSpec, plain: Algorithm) -> Algorithm:
+    """Make the algorithm. `plain`: whose functions stand in for those that the spec does not name."""
     main = own_code.load("algorithm.name", spec.name) if spec.name else plain
     if isinstance(main, Algorithm):
         return _from_object(spec, main)
@@ -82,7 +83,7 @@ def _refuse_unused(spec: OwnAlgorithmSpec, used: set[str]) -> None:
 
 
 def _checked(spec: OwnAlgorithmSpec, made: Algorithm, *, whole: bool) -> Algorithm:
-    """Return the algorithm with every call of a user's function wrapped; dr_grpo's own stay as they are. `whole`: all
+    """Return the algorithm with every call of a user's function wrapped; the plain ones stay as they are. `whole`: all
     three are the user's."""
 
     def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
@@ -113,7 +114,7 @@ def _as_loss(name: str, found: Any) -> tuple[Tensor, Metrics]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(cast(Any, loss)).__name__
         raise _returned(name, _LOSS, what, "return one number (a tensor), alone or with a dict of metrics")
-    if not loss.requires_grad:
+    if torch.is_grad_enabled() and not loss.requires_grad:  # held-out rows are scored without one
         raise _returned(name, _LOSS, "a loss without a gradient", "compute it from scored.logprobs_N")
     if not isinstance(metrics, Mapping):
         what = f"metrics of type {type(metrics).__name__}"

@@ -19,7 +19,7 @@ from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
 from tandem.spec.own import own_names
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
-from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
+from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import WarmupStage
 from tandem.types import Weights
 
@@ -277,8 +277,4 @@ class Member:
     def _algorithm(self, stage: Any) -> Any:
         if isinstance(stage, WarmupStage):
             return training.sft_algorithm()
-        if isinstance(self._spec, RlSpec):
-            return training.algorithm(self._spec.algorithm, self._spec.train.max_tokens)
-        if isinstance(self._spec, PreferenceSpec):
-            return training.preference_algorithm(self._spec.algorithm)
-        return training.sft_algorithm()
+        return training.algorithm_of(self._spec)

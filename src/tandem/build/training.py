@@ -14,16 +14,17 @@ from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
 from tandem.protocols import Algorithm, Credit, Engine, Environment, Trainer
 from tandem.publish import Call, on_this_thread
-from tandem.spec.algorithm import AlgorithmSpec, DistillSpec, OwnAlgorithmSpec
+from tandem.spec.algorithm import AlgorithmSpec, DistillSpec, DrGrpoSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.environment import EngineJudgeSpec as EngineJudgeSpec
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge, only_scores
 from tandem.spec.environment import HttpJudgeSpec as HttpJudgeSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamWOffloadSpec, OwnOptimizerSpec
+from tandem.spec.own import OwnAlgorithmSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import PreferenceAlgorithm
-from tandem.spec.run import RlSpec, RunSpec
+from tandem.spec.preference import DpoSpec, PreferenceAlgorithm
+from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 from tandem.types import Batch, Group, Metrics, Trajectory
 
@@ -283,6 +284,8 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         why_not = "" if torch.are_deterministic_algorithms_enabled() else "only a CPU gives equal bytes"
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
             why_not = "the engine runs in its own process, so the timing of its batches varies"
+        elif isinstance(spec, RlSpec) and isinstance(spec.algorithm, DistillSpec) and spec.algorithm.is_served:
+            why_not = "the teacher answers from another process, which batches in an order of its own"
         elif isinstance(spec, RlSpec) and _order_varies(spec):
             why_not = "episodes in worker processes end in varying order, and equal groups are replaced in that order"
         found.append(("deterministic", True, not why_not, why_not))
@@ -311,7 +314,7 @@ def _order_varies(spec: RlSpec) -> bool:
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
     """Build the RL algorithm. `max_tokens`: most tokens of one assistant turn."""
-    from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, own, ppo, reinforce_pp, rloo
+    from tandem.algo import cispo, dapo, distill, dr_grpo, grpo, gspo, own, ppo, reinforce_pp, rejection_sampling, rloo
 
     match spec.kind:
         case "dr_grpo":
@@ -330,29 +333,38 @@ def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
             return reinforce_pp.make(spec)
         case "ppo":
             return ppo.make(spec)
+        case "rejection_sampling":
+            return rejection_sampling.make(spec)
         case "distill":
             return distill.make(spec)
         case "own":
-            return own.make(spec)
+            return own.make(spec, dr_grpo.make(DrGrpoSpec()))
 
 
 def check_own_code(spec: RunSpec) -> None:
     """Load the user's own algorithm and optimizers, and check how they can be called."""
-    if isinstance(spec, RlSpec) and isinstance(spec.algorithm, OwnAlgorithmSpec):
-        algorithm(spec.algorithm, spec.train.max_tokens)
+    if isinstance(spec.algorithm, OwnAlgorithmSpec):
+        algorithm_of(spec)
     for stage in (spec.train, spec.warmup if isinstance(spec, RlSpec) else None):
         if stage is not None and isinstance(stage.optimizer, OwnOptimizerSpec):
             optimizers.rules(stage.optimizer, spec.seed)
 
 
-def sft_algorithm() -> Algorithm:
-    from tandem.algo import sft
+def algorithm_of(spec: RunSpec) -> Algorithm:
+    """Build the algorithm of a run's own steps; those of a warm-up have `sft_algorithm`."""
+    if isinstance(spec, RlSpec):
+        return algorithm(spec.algorithm, spec.train.max_tokens)
+    return preference_algorithm(spec.algorithm) if isinstance(spec, PreferenceSpec) else sft_algorithm(spec.algorithm)
 
-    return sft.make()
+
+def sft_algorithm(spec: OwnAlgorithmSpec | None = None) -> Algorithm:
+    from tandem.algo import own, sft
+
+    return sft.make() if spec is None else own.make(spec, sft.make())
 
 
 def preference_algorithm(spec: PreferenceAlgorithm) -> Algorithm:
-    from tandem.algo import dpo, kto, orpo
+    from tandem.algo import dpo, kto, orpo, own
 
     match spec.kind:
         case "dpo":
@@ -361,30 +373,8 @@ def preference_algorithm(spec: PreferenceAlgorithm) -> Algorithm:
             return orpo.make(spec)
         case "kto":
             return kto.make(spec)
-
-
-def reference(spec: AlgorithmSpec, model: BuiltModel, precision: PrecisionSpec) -> None:
-    """Set the policy's reference model: a frozen copy of its current weights, or the teacher of distillation."""
-    from tandem.model.cast_precision import narrow
-    from tandem.model.load_checkpoint import load_model
-    from tandem.ops import packed_attention
-    from tandem.text.tokenizer import load_tokenizer
-
-    if not isinstance(spec, DistillSpec):
-        model.policy.keep_reference()
-        return
-    vocabulary = load_tokenizer(spec.teacher, spec.teacher_revision, "algorithm.teacher").get_vocab()
-    if different := len(vocabulary.items() ^ model.renderer.tokenizer.get_vocab().items()):
-        raise SpecError(
-            f"algorithm.teacher = '{spec.teacher}': its vocabulary differs from the policy's in {different} entries, "
-            "so their logprobs cannot be compared; choose a teacher with the policy's tokenizer"
-        )
-    policy_attention = model.policy.module.config._attn_implementation
-    attention = "sdpa" if policy_attention == packed_attention.NAME else policy_attention
-    teacher = load_model(spec.teacher, spec.teacher_revision, attention, "algorithm.teacher")
-    if isinstance(precision, Bfloat16Precision):
-        narrow(teacher, model.device, None)
-    model.policy.follow(teacher.to(model.device))
+        case "own":
+            return own.make(spec, dpo.make(DpoSpec()))
 
 
 def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[[str, Any, bool, str], None]) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
 from tandem.build import run_engines, training
+from tandem.build.reference import served_teacher, set_reference
 from tandem.errors import RunError, SpecError
 from tandem.io import own_code
 from tandem.io.own_code import OBJECT
@@ -61,8 +62,9 @@ class Trainer:
         with own_code.session(objects.by_name()):
             made = training.algorithm(checked.algorithm, checked.train.max_tokens)
             if made.needs_reference:
-                training.reference(checked.algorithm, self._model, checked.precision)
+                set_reference(checked.algorithm, self._model, checked.precision)
             self._trainer: Any = training.trainer(checked.train, self._model, made, 0, checked.seed)
+        self._teacher = self._run(served_teacher(checked.algorithm, self._model))
         self._make_batch = training.batches(checked.train, self._model, made)
         self._joined = run_engines.join(checked, self._model, Path(directory or self._temporary) / "engines")
         self._publisher = run_engines.publisher(
@@ -93,6 +95,8 @@ class Trainer:
         """Compute the loss and its gradients on these groups. Gradients of several calls are added up until
         `optim_step`."""
         self._publisher.check(groups)
+        if self._teacher is not None:
+            self._run(self._teacher.score(groups))
         batch = self._make_batch(list(groups), self.version)
         metrics, gradients = self._trainer.gradients_of(batch)
         for name, gradient in gradients.items():

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from tandem.build import training
+from tandem.build.reference import set_reference
 from tandem.data.preference_pairs import Pair
 from tandem.data.rated_answers import Rated
 from tandem.errors import DataError, TemplateError
@@ -40,9 +41,9 @@ async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunChec
     groups, held_out = (checked_answers if labelled else checked_pairs)(model, spec.data, run)
     held_out = held_out[: spec.eval.examples]
     say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)
-    algorithm = training.preference_algorithm(spec.algorithm)
+    algorithm = training.algorithm_of(spec)
     if algorithm.needs_reference:
-        model.policy.keep_reference()
+        set_reference(spec.algorithm, model, spec.precision)
     trainer = training.trainer(stage, model, algorithm, 0, spec.seed)
     checkpointer.load(trainer, "preference")
     examine = training.examiner(model, algorithm, stage.micro_tokens)
@@ -56,13 +57,16 @@ async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunChec
             return known, {}
         found = examine(held_out)
         losses = [each["loss/total"] for each in found]
-        loss, accuracy = statistics.fmean(losses), statistics.fmean(each["reward/accuracy"] for each in found)
+        loss = statistics.fmean(losses)
+        accuracies = [each["reward/accuracy"] for each in found if "reward/accuracy" in each]
         checkpointer.remember(name, losses)
         run.evaluated(name, label, loss, metric="loss")
         tasks = [group[0].task_id for group in held_out]
         store_eval(run.directory, StoredEval(trainer.version, name, "loss", spec.data.model_dump(), tasks, losses))
-        run.evaluated(f"accuracy_{name}", label, accuracy)
-        return losses, {"eval/loss": loss, "eval/accuracy": accuracy}
+        if not accuracies:  # a loss of the user's own says it only if it wants to
+            return losses, {"eval/loss": loss}
+        run.evaluated(f"accuracy_{name}", label, statistics.fmean(accuracies))
+        return losses, {"eval/loss": loss, "eval/accuracy": statistics.fmean(accuracies)}
 
     def evaluate_when_due(metrics: Metrics) -> None:
         if due(spec.eval.every, trainer.version, stage.steps):

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from tandem.build import run_engines, training
+from tandem.build.reference import set_reference
 from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.runs.planner.lengths import Micro
@@ -24,6 +26,7 @@ from tandem.runs.planner.plan import Plan
 from tandem.runs.planner.workload import Work
 from tandem.runs.run import Run
 from tandem.runs.run_ending import spec_of
+from tandem.spec.algorithm import DistillSpec
 from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
 from tandem.types import NO_VERSION, Group, Proof, Trajectory
@@ -131,17 +134,10 @@ def _elsewhere(spec: RlSpec) -> bool:
 
 
 def _algorithm(spec: RunSpec, model: training.BuiltModel) -> Any:
-    if isinstance(spec, RlSpec):
-        algorithm = training.algorithm(spec.algorithm, spec.train.max_tokens)
-        if algorithm.needs_reference:
-            training.reference(spec.algorithm, model, spec.precision)
-        return algorithm
-    if isinstance(spec, PreferenceSpec):
-        algorithm = training.preference_algorithm(spec.algorithm)
-        if algorithm.needs_reference:
-            model.policy.keep_reference()
-        return algorithm
-    return training.sft_algorithm()
+    algorithm = training.algorithm_of(spec)
+    if algorithm.needs_reference:
+        set_reference(spec.algorithm, model, spec.precision)
+    return algorithm
 
 
 def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:
@@ -161,6 +157,9 @@ def largest_groups(spec: RunSpec, work: Work, num_ids: int) -> list[Group]:
         shared = _ids(rng, prompt, num_ids)
         played = size + labelled  # beside a labelled answer there is a mismatched one
         groups.append([_trajectory(shared, _ids(rng, work.row_tokens - prompt, num_ids), i) for i in range(played)])
+    if isinstance(spec.algorithm, DistillSpec) and spec.algorithm.is_served:
+        for each in chain.from_iterable(groups):
+            each.teacher_logprobs = [0.0] * len(each.ids)
     return groups
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import groups, run_engines, training
+from tandem.build.reference import served_teacher, set_reference
 from tandem.env.mix import mean_by_part
 from tandem.env.protocol_check import report_of
 from tandem.errors import NothingLearned, StoreError
@@ -23,7 +24,8 @@ from tandem.recipes.supervised_steps import checked_rows, due, recordings_of, sa
 from tandem.rollout.deadlines import why_not
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
-from tandem.rollout.no_reward import NoReward, RewardWatch, likely_reason
+from tandem.rollout.no_reward import RewardWatch
+from tandem.rollout.reward_reasons import NoReward, likely_reason
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.eval_files import StoredEval, played_as, store_eval
 from tandem.runs.run import Run
@@ -111,6 +113,7 @@ class RlRun:
             self.run.warn(text)
         warmup = self.spec.warmup
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
+        self._teacher = await served_teacher(self.spec.algorithm, self.model)  # before the warm-up: it may be refused
         version = 0
         if warmup is not None:
             version = warmup.steps if self.checkpointer.goes_on_in("rl") else await self._warm_up(warmup)
@@ -148,7 +151,7 @@ class RlRun:
             training.load_weights(self.model, saved)
         elif version and not isinstance(self.spec.algorithm, DistillSpec):  # a teacher's weights need no copy
             self.checkpointer.keep_reference(version, training.weights_writer(self.model))
-        training.reference(self.spec.algorithm, self.model, self.spec.precision)
+        set_reference(self.spec.algorithm, self.model, self.spec.precision)
 
     def attached(self, attachment: Mapping[str, Any]) -> None:
         """Record what the engines reported when the bridge attached them; note each of their options once."""
@@ -168,7 +171,8 @@ class RlRun:
 
     async def _warm_up(self, stage: WarmupStage) -> int:
         """Run the supervised stage and return its last version."""
-        trainer = training.trainer(stage, self.model, training.sft_algorithm(), 0, self.spec.seed)
+        algorithm = training.sft_algorithm()
+        trainer = training.trainer(stage, self.model, algorithm, 0, self.spec.seed)
         self.checkpointer.load(trainer, "warmup")
         if self.setting is not None:
             await self._evaluate(trainer, "before", "before training")
@@ -176,7 +180,7 @@ class RlRun:
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
         await self.publisher.rest(trainer)  # the engine is idle until the next version is published
         await supervised_stage(
-            self.run, self.model, trainer, stage, recordings, seed=self.spec.seed,
+            self.run, self.model, trainer, stage, recordings, algorithm, seed=self.spec.seed,
             deterministic=self.spec.deterministic, checkpointer=self.checkpointer,
         )  # fmt: skip
         return trainer.version
@@ -242,6 +246,7 @@ class RlRun:
                 sync_every=spec.sync.every,
                 call=self.call,
                 checkpointer=self.checkpointer,
+                look_over=self._teacher.score if self._teacher else None,
             )
             trainer.finish()
         except NothingLearned as error:
@@ -301,7 +306,8 @@ class RlRun:
             self.run.view.say(f"   {found.none_scored}")
             tasks = {task.id: task for task in self.eval_tasks}
             played = [(tasks[each.task_id], each) for each in found.played if each.task_id in tasks]
-            if why := likely_reason(played, max_tokens=self.spec.eval.max_tokens or self.spec.train.max_tokens):
+            why = likely_reason(played, max_tokens=self.spec.eval.max_tokens or self.spec.train.max_tokens)
+            if why is not None and why.kind != "difficulty":  # which is said of siblings only, since they tell more
                 self.run.view.say(f"   likely {why.kind}: {why.text}")
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.build import training
+from tandem.build.reference import set_reference
 from tandem.recipes.supervised_steps import (
     MORE_ROWS,
     checked_rows,
@@ -32,7 +33,10 @@ async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer, crew
     recordings, held_out = checked_rows(model, spec.data, run, "data")
     held_out = held_out[: spec.eval.examples]
     say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)
-    trainer = training.trainer(stage, model, training.sft_algorithm(), 0, spec.seed)
+    algorithm = training.algorithm_of(spec)
+    if algorithm.needs_reference:
+        set_reference(spec.algorithm, model, spec.precision)
+    trainer = training.trainer(stage, model, algorithm, 0, spec.seed)
     checkpointer.load(trainer, "sft")
     run.status["steps_total"] = stage.steps
 
@@ -61,6 +65,7 @@ async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer, crew
         trainer,
         stage,
         recordings,
+        algorithm,
         seed=spec.seed,
         deterministic=spec.deterministic,
         checkpointer=checkpointer,

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem.errors import EpisodeFailed, TandemError
-from tandem.io.retry_after import retry_after_s
 from tandem.protocols import Engine
+from tandem.rollout.json_post import JsonPost
 from tandem.types import Message, Sampling
 
 if TYPE_CHECKING:
     import httpx
-
-_TRIES = 4
-_MOST_WAIT_S = 30.0
-_AT_ONCE = 64
 
 
 class Judge(Protocol):
@@ -62,41 +58,20 @@ class HttpJudge:
     """Ask a server that has OpenAI's chat completions route."""
 
     def __init__(self, url: str, model: str, key: str, *, timeout_s: float) -> None:
-        import httpx
-
-        self._url, self._model, self._timeout_s = url.rstrip("/") + "/chat/completions", model, timeout_s
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._gate = asyncio.Semaphore(_AT_ONCE)
-        self._certificates = httpx.create_ssl_context()  # takes 30 ms, which would block the event loop at each request
+        self._route = JsonPost(url.rstrip("/") + "/chat/completions", key, timeout_s=timeout_s)
+        self._url, self._model, self._timeout_s = self._route.url, model, timeout_s
 
     async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> str:
+        import httpx
+
         body = {"model": self._model, "messages": list(messages), "max_tokens": max_tokens, "temperature": 0.0}
         try:
-            async with asyncio.timeout(self._timeout_s), self._gate:
-                return await self._answer(body)
+            return self._content(await self._route.post(body))
         except TimeoutError as error:
             text = f"judge: {self._url} gave no answer within environment.judge.timeout_s = {self._timeout_s:g} s"
             raise EpisodeFailed("judge", text) from error
-
-    async def _answer(self, body: dict[str, Any]) -> str:
-        import httpx
-
-        client = httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, verify=self._certificates)
-        async with client:
-            for attempt in range(_TRIES):
-                last = attempt == _TRIES - 1
-                try:
-                    response = await client.post(self._url, json=body)
-                except httpx.TransportError as error:
-                    if last:
-                        raise EpisodeFailed("judge", f"judge: {self._url}: {type(error).__name__}: {error}") from error
-                    await asyncio.sleep(2.0**attempt / 4)
-                    continue
-                if response.status_code in (429, 500, 502, 503, 504) and not last:
-                    await asyncio.sleep(_wait_s(response, attempt))
-                    continue
-                return self._content(response)
-        raise AssertionError("the last attempt answers or raises")
+        except httpx.TransportError as error:
+            raise EpisodeFailed("judge", f"judge: {self._url}: {type(error).__name__}: {error}") from error
 
     def _content(self, response: httpx.Response) -> str:
         if response.status_code != 200:
@@ -109,8 +84,3 @@ class HttpJudge:
                 "judge", f"judge: {self._url}: its answer is not a chat completion: {error!r}"
             ) from error
         return content if isinstance(content, str) else ""
-
-
-def _wait_s(response: httpx.Response, attempt: int) -> float:
-    asked = retry_after_s(response.headers.get("retry-after", ""))
-    return 2.0**attempt / 4 if asked is None else min(asked, _MOST_WAIT_S)

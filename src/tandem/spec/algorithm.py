@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
-from tandem.spec.own import OwnName, as_own
+from tandem.spec.own import OwnAlgorithmSpec, as_own
 from tandem.spec.preference import PreferenceAlgorithm
 
 # --- corrections for tokens that an older version sampled
@@ -166,14 +166,34 @@ class PpoSpec(RewardSpec):
     """A token with a negative advantage whose ratio is above this has no gradient."""
 
 
+class RejectionSamplingSpec(Spec):
+    """Rejection sampling (best of n, RAFT): the best answers of each group are imitated, the others are left out."""
+
+    kind: Literal["rejection_sampling"] = "rejection_sampling"
+    best: int = Field(default=1, ge=1)
+    """Answers of a group that are trained on, those with the highest rewards; never one with its lowest reward.
+    `train.group_size`: all that are better than the worst."""
+    correction: Correction = TruncateToken()
+    """How tokens that an older version sampled are weighted."""
+
+
 class DistillSpec(Spec):
     """On-policy distillation: a teacher scores each token that the policy samples (reverse KL)."""
 
     kind: Literal["distill"] = "distill"
     teacher: Annotated[str, LocalPath()] = Field(min_length=1)
-    """Directory or hub id of the teacher. It is frozen and must have the policy's tokenizer."""
+    """Directory or hub id of the teacher, which is then loaded beside the policy; or, as http://host:8000/v1, a server
+    that has it and gives logprobs of given tokens (`tandem serve`, vLLM). It must have the policy's tokenizer."""
     teacher_revision: str = "main"
     """Branch, tag or commit of a hub id."""
+    teacher_model: str = ""
+    """The teacher's name on its server; empty: the server has one model."""
+    teacher_key_env: str = ""
+    """Environment variable with the server's API key; empty: none."""
+    teacher_key_file: Annotated[str, LocalPath("always")] = ""
+    """File with the server's API key, such as the token file that `tandem serve` prints; empty: none."""
+    teacher_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds for the server's logprobs of one answer, retries included; a slower server ends the run."""
     reward_coef: float = Field(default=0.0, ge=0)
     """Weight of the reward minus the group's mean, added to the teacher's signal; 0: ignore rewards."""
     advantage_clip: float = Field(default=0.0, ge=0)
@@ -181,35 +201,29 @@ class DistillSpec(Spec):
     correction: Correction = TruncateToken()
     """How tokens that an older version sampled are weighted."""
 
-
-class OwnAlgorithmSpec(Spec):
-    """An algorithm of your own, from files: its loss, its advantages (`credit`), its filter (`keep`), or some of them.
-    docs/your_own.md says how each is called."""
-
-    kind: Literal["own"] = "own"
-    name: OwnName = ""
-    """The loss, as `file.py:function`, or a whole `tandem.Algorithm`, as `file.py:object`. Empty: the loss of dr_grpo
-    with its defaults."""
-    credit: OwnName = ""
-    """The function that turns rewards into advantages. Empty: reward minus the group's mean."""
-    keep: OwnName = ""
-    """The function that says whether a group teaches anything. Empty: groups whose rewards differ do."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments: each goes to those of the functions that take it; one that none takes is refused."""
-    reference: bool = False
-    """true: keep a frozen copy of the weights that RL began with; its logprobs are `micro.reference_N`."""
+    @property
+    def is_served(self) -> bool:
+        """Whether another process has the teacher."""
+        return "://" in self.teacher
 
     @model_validator(mode="after")
-    def _names_something(self) -> OwnAlgorithmSpec:
-        if not (self.name or self.credit or self.keep):
-            raise ValueError("names no code of your own; add name, credit or keep, each as path/to/file.py:function")
+    def _of_one_kind(self) -> DistillSpec:
+        odd = ("teacher_revision",) if self.is_served else ("teacher_model", "teacher_key_env", "teacher_key_file")
+        for name in odd:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                kind = "the URL of a server" if self.is_served else "loaded by this run"
+                raise ValueError(f"{name} = '{value}': has no effect, because the teacher is {kind}; leave it out")
+        if self.is_served and not self.teacher.startswith(("http://", "https://")):
+            raise ValueError(f"teacher = '{self.teacher}': is no directory, no hub id, and no http(s) URL; correct it")
+        if self.teacher_key_env and self.teacher_key_file:
+            raise ValueError("teacher_key_env and teacher_key_file: both name the server's key; leave one of them out")
         return self
 
 
 AlgorithmSpec = Annotated[
     Annotated[
-        DrGrpoSpec | GrpoSpec | RlooSpec | DapoSpec | GspoSpec | CispoSpec | ReinforcePpSpec | PpoSpec | DistillSpec
-        | OwnAlgorithmSpec,
+        DrGrpoSpec | GrpoSpec | RlooSpec | DapoSpec | GspoSpec | CispoSpec | ReinforcePpSpec | PpoSpec
+        | RejectionSamplingSpec | DistillSpec        | OwnAlgorithmSpec,
         Field(discriminator="kind"),
     ],
     BeforeValidator(as_own),

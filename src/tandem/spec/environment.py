@@ -78,7 +78,7 @@ class EnvironmentSpec(Spec):
 
     def beside(self, directory: Path) -> Self:
         """Return a copy in which the files that `prompts` names have absolute paths, if they are in `directory`."""
-        return self.model_copy(update={"params": _params_beside(self.name, self.params, directory)})
+        return self.changed({"params": _params_beside(self.name, self.params, directory)})
 
 
 def only_scores(name: object, params: object) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
 
@@ -27,6 +27,41 @@ def _checked(name: str) -> str:
 
 
 OwnName = Annotated[str, AfterValidator(_checked), LocalPath("file:Class")]
+
+
+class OwnAlgorithmSpec(Spec):
+    """An algorithm of your own, from files: its loss, its advantages (`credit`), its filter (`keep`), or some of them.
+    docs/your_own.md says how each is called."""
+
+    kind: Literal["own"] = "own"
+    name: OwnName = ""
+    """The loss, as `file.py:function`, or a whole `tandem.Algorithm`, as `file.py:object`. Empty: the loss of dr_grpo
+    with its defaults, or in SFT that of SFT."""
+    credit: OwnName = ""
+    """The function that turns rewards into advantages. Empty: reward minus the group's mean; in SFT 1; of a pair 1 for
+    the better answer and -1 for the other."""
+    keep: OwnName = ""
+    """The function that says whether a group teaches anything; in RL only. Empty: groups whose rewards differ do."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments: each goes to those of the functions that take it; one that none takes is refused."""
+    reference: bool = False
+    """true: keep a frozen copy of the weights that RL (SFT, preference training) began with; its logprobs are
+    `micro.reference_N`."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> OwnAlgorithmSpec:
+        if not (self.name or self.credit or self.keep):
+            raise ValueError("names no code of your own; add name, credit or keep, each as path/to/file.py:function")
+        return self
+
+
+def check_recorded(algorithm: OwnAlgorithmSpec) -> None:
+    """Raise ValueError for what an algorithm of one's own cannot do on recorded rows."""
+    if algorithm.keep:
+        raise ValueError(
+            f"algorithm.keep = '{algorithm.keep}': recorded rows are all trained on; leave it out, and take unwanted "
+            "rows out of the data"
+        )
 
 
 def as_own(raw: Any) -> Any:
@@ -77,7 +112,7 @@ def beside(spec: S, directory: Path) -> S:
                 changed[field] = type(names)(_found(each, directory) for each in names)
             else:
                 changed[field] = _found(value, directory)
-    return spec.model_copy(update=changed)
+    return spec.changed(changed)
 
 
 def _is_marked(kind: type[Spec], field: str) -> bool:

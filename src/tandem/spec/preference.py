@@ -1,4 +1,5 @@
-"""`[algorithm]` and `[train]` of a preference run: DPO or ORPO on pairs of answers, KTO on answers with a label."""
+"""`[algorithm]` and `[train]` of a preference run: DPO, ORPO or a loss of your own on pairs of answers,
+KTO on answers with a label."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field
 
 from tandem.spec.base import Spec
+from tandem.spec.own import OwnAlgorithmSpec, as_own
 from tandem.spec.train import SftStage
 
 
@@ -50,6 +52,7 @@ class KtoSpec(Spec):
 
 
 def _dpo_if_left_out(raw: Any) -> Any:
+    raw = as_own(raw)
     if not isinstance(raw, dict):
         return raw
     table = cast("dict[str, Any]", raw)
@@ -57,7 +60,8 @@ def _dpo_if_left_out(raw: Any) -> Any:
 
 
 PreferenceAlgorithm = Annotated[
-    Annotated[DpoSpec | OrpoSpec | KtoSpec, Field(discriminator="kind")], BeforeValidator(_dpo_if_left_out)
+    Annotated[DpoSpec | OrpoSpec | KtoSpec | OwnAlgorithmSpec, Field(discriminator="kind")],
+    BeforeValidator(_dpo_if_left_out),
 ]
 
 

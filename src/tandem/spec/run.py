@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec, uses_reference
 from tandem.spec.artifacts import ArtifactsSpec
@@ -16,11 +16,11 @@ from tandem.spec.environment import EnvironmentSpec, mixed, only_scores
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
-from tandem.spec.own import OwnName
-from tandem.spec.pairing import check_sync
+from tandem.spec.own import OwnAlgorithmSpec, OwnName, as_own, check_recorded
+from tandem.spec.pairing import check_sync, usual_bridge
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec, KtoSpec, PreferenceAlgorithm, PreferenceStage
+from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.samples import SamplesSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
@@ -37,6 +37,9 @@ class _RunSpecBase(Spec):
     """Seed of random weights, data order, tasks and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the trainer; auto: a GPU if there is one."""
+    profile: Literal["auto", "laptop", "24gb", "80gb"] = "auto"
+    """The machine for which settings that are left out are chosen. auto: this one. laptop: a CPU. 24gb, 80gb: a GPU of
+    that many GiB. docs/defaults.md lists what is chosen."""
     deterministic: bool = True
     """The same spec and seed give the same bytes; docs/concepts.md says what that costs."""
     strict: bool = False
@@ -111,19 +114,26 @@ class RlSpec(_RunSpecBase):
         """Return the stages that take optimizer steps, by name, in order."""
         return {"train": self.train} if self.warmup is None else {"warmup": self.warmup, "train": self.train}
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _kinds_left_out(cls, raw: Any) -> Any:
-        """Set the default kind in tables that name none."""
+    def _kinds_left_out(cls, raw: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Set the kinds that the tables leave out, and remember that they were left out."""
         if not isinstance(raw, dict):
-            return raw
-        tables = cast("dict[str, Any]", raw)
+            return handler(raw)
+        written = tables = cast("dict[str, Any]", raw)
         if isinstance(tables.get("environment"), list):
             tables = {**tables, "environment": mixed(tables["environment"])}
-        for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", DEFAULT_SYNC.bridge)):
-            if isinstance(tables.get(table), dict):
-                tables = {**tables, table: {key: kind, **tables[table]}}
-        return _workers_left_out(tables)
+        if isinstance(tables.get("engine"), dict):
+            tables = {**tables, "engine": {"kind": "hf", **tables["engine"]}}
+        if isinstance(sync := tables.get("sync", {}), dict):
+            tables = {**tables, "sync": {"bridge": usual_bridge(tables).name, **sync}}
+        spec = handler(_workers_left_out(tables))
+        for table, tag in (("engine", "kind"), ("sync", "bridge")):
+            if table not in written:
+                spec.model_fields_set.discard(table)
+            elif isinstance(written[table], dict) and tag not in written[table]:
+                getattr(spec, table).model_fields_set.discard(tag)
+        return spec
 
     @model_validator(mode="after")
     def _fits_together(self) -> RlSpec:
@@ -178,10 +188,10 @@ class RlSpec(_RunSpecBase):
                 f"sync.backend = 'ipc': shared memory belongs to one process, and parallel.ranks = {ranks}; choose "
                 "'nccl' or 'gloo', or leave it out"
             )
-        if isinstance(self.algorithm, DistillSpec):
+        if isinstance(self.algorithm, DistillSpec) and not self.algorithm.is_served:
             raise ValueError(
                 f"algorithm.kind = 'distill': its teacher runs in one process, and parallel.ranks = {ranks}; set "
-                "parallel.ranks = 1"
+                "parallel.ranks = 1, or serve the teacher and give its URL: algorithm.teacher = 'http://host:8000/v1'"
             )
         if isinstance(self.rollouts, AtroposRollouts):
             raise ValueError(
@@ -221,6 +231,17 @@ def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "environment": {**environment, "workers": min(_MOST_WORKERS, max(1, groups * size))}}
 
 
+def _own_only(raw: Any) -> Any:
+    told = as_own(raw)
+    table = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    if (kind := table.get("kind", "own")) != "own":
+        raise ValueError(
+            f"kind = '{kind}' is unknown here: recipe = 'sft' imitates every conversation; leave [algorithm] out, or "
+            "name a loss of your own: name = 'mine.py:loss'"
+        )
+    return cast("Any", told)
+
+
 class SftSpec(_RunSpecBase):
     """Supervised training on recorded conversations (SFT)."""
 
@@ -229,11 +250,15 @@ class SftSpec(_RunSpecBase):
     """The conversations to train on."""
     train: SftStage
     """The supervised steps."""
+    algorithm: Annotated[OwnAlgorithmSpec | None, BeforeValidator(_own_only)] = None
+    """A loss of your own. Left out: every trained token of a conversation counts alike."""
     eval: LossEvalSpec = LossEvalSpec()
     """How the run is evaluated."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> SftSpec:
+        if self.algorithm is not None:
+            check_recorded(self.algorithm)
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
         return self
@@ -256,11 +281,10 @@ class PreferenceSpec(_RunSpecBase):
     def _fits_together(self) -> PreferenceSpec:
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
-        if isinstance(self.algorithm, KtoSpec) and self.parallel.num_shares > 1:
-            raise ValueError(
-                f"algorithm.kind = 'kto': its KL is estimated over a whole step in one process, and parallel.shares = "
-                f"{self.parallel.num_shares}; set parallel.ranks = 1 and leave shares out, or choose 'dpo' or 'orpo'"
-            )
+        if isinstance(self.algorithm, OwnAlgorithmSpec):
+            check_recorded(self.algorithm)
+            if not self.algorithm.name:
+                raise ValueError("algorithm.name: is missing; name the loss of a pair, as path/to/file.py:function")
         return self
 
 
@@ -293,6 +317,11 @@ def _check_algorithm(algorithm: AlgorithmSpec, stage: RlStage) -> None:
         raise ValueError(
             f"train.replace_equal_groups = {stage.replace_equal_groups}: '{algorithm.kind}' also learns from groups "
             "with equal rewards, so no group would be replaced; leave it out"
+        )
+    if isinstance(algorithm, DistillSpec) and algorithm.is_served and stage.temperature != 1:
+        raise ValueError(
+            f"train.temperature = {stage.temperature:g}: a served teacher gives logprobs at temperature 1; set "
+            "temperature = 1, or load the teacher in this run: algorithm.teacher = a directory or hub id"
         )
     if stage.top_p < 1 and (isinstance(algorithm, DistillSpec) or uses_reference(algorithm)):
         raise ValueError(

@@ -63,7 +63,7 @@ def make_batch(
     multiple: int = 1,
 ) -> Batch:
     """Pack groups into a batch. A sample without any credit counts in the totals but is computed only if a KL term
-    needs it, or if the KL is estimated on it. `multiple`: the number of micro-batches is a multiple of
+    or a teacher needs it, or if the KL is estimated on it. `multiple`: the number of micro-batches is a multiple of
     this, if there are enough rows.
     """
     items: list[_RowItem] = []
@@ -81,7 +81,8 @@ def make_batch(
             credited += sum(credit != 0 for credit in sample.credit) if algorithm.credit_is_all else len(sample.credit)
             lags += [version - v for v in sample.trajectory.versions if v >= 0]
             unknown += sample.trajectory.versions.count(UNKNOWN_VERSION)
-        moving = [sample for sample in samples if algorithm.needs_reference or any(sample.credit)]
+        all_move = algorithm.needs_reference or not algorithm.credit_is_all
+        moving = [sample for sample in samples if all_move or any(sample.credit)]
         items += _share_prompt(moving, shares, micro_tokens, together=algorithm.together)
         if algorithm.needs_kl:
             left_out = [each for each, credit in zip(group, credits, strict=True) if not credit]
@@ -156,7 +157,7 @@ class _Columns:
         self.rows = 0
         self.ids, self.positions, self.segments, self.parents = ([] for _ in range(4))
         self.source, self.target, self.credit, self.behaviour, self.versions, self.lengths = ([] for _ in range(6))
-        self.sequences, self.groups = ([] for _ in range(2))
+        self.sequences, self.groups, self.reference = ([] for _ in range(3))
 
     def add_row(self, row: _PackedRow) -> None:
         self._ids, self._positions, self._segments, self._parents = ([] for _ in range(4))
@@ -188,6 +189,8 @@ class _Columns:
                 self.source.append(row_start + (trunk_end if offset == shared else here - 1))
                 self.behaviour.append(trajectory.logprobs[offset])
                 self.versions.append(trajectory.versions[offset])
+                if trajectory.teacher_logprobs:
+                    self.reference.append(trajectory.teacher_logprobs[offset])
         self.credit += credit
         self.lengths += [len(credit)] * len(credit)
         self.sequences += [len(self.groups)] * len(credit)
@@ -232,4 +235,5 @@ def _to_tensors(rows: list[_PackedRow], device: torch.device) -> MicroBatch:
         tensor(columns.lengths, "f"),
         tensor(columns.sequences, "q"),
         tensor(columns.groups, "q"),
+        tensor(columns.reference, "f") if columns.reference else None,
     )

@@ -3,6 +3,7 @@
 A call on rank 0 is an order: all ranks do it, and rank 0 decides on the answers of all. A step:
 
     rank 0                                     every rank
+    KTO: sends each its mismatched answers      -> gains over the reference; rank 0 takes their mean
     backward: sends each rank its micro-batches -> forward and backward in rounds, sums over ranks
                                                <- reports of its micro-batches, the squared norm of its rows' gradients
     decides: set aside, or by what to scale
@@ -29,12 +30,14 @@ from tandem.ops import digest
 from tandem.ops.row_packing import cost
 from tandem.protocols import Policy
 from tandem.train import balance, micro_wire
+from tandem.train.batch_packing import plain_row
 from tandem.train.crew import Crew
 from tandem.train.gradient_tree import largest_of, norm_of, sum_in_steps
+from tandem.train.kl_estimate import gain, give_kl
 from tandem.train.memory_accounting import size_bytes
 from tandem.train.row_save import FileParts, RowSave
 from tandem.train.tree_trainer import TreeTrainer, computed_tokens
-from tandem.types import Batch, Metrics, Part, Totals, WeightKind, Weights
+from tandem.types import Batch, Metrics, MicroBatch, Part, Totals, WeightKind, Weights
 
 
 class PolicyOnRanks(Policy, Protocol):
@@ -60,9 +63,9 @@ class CrewTrainer(TreeTrainer):
         self._copied_weights: Mapping[str, Tensor] = {}
         self._deployer: Any = None
         for name, handler in {
-            "backward": self._do_backward, "update": self._do_update, "fingerprint": self._do_fingerprint,
-            "state": self._do_state, "score": self._do_score, "base": self._do_base, "snapshot": self._do_snapshot,
-            "load": self._do_load,
+            "gains": self._do_gains, "backward": self._do_backward, "update": self._do_update,
+            "fingerprint": self._do_fingerprint, "state": self._do_state, "score": self._do_score,
+            "base": self._do_base, "snapshot": self._do_snapshot, "load": self._do_load,
         }.items():  # fmt: skip
             crew.handle(name, handler)
 
@@ -70,11 +73,13 @@ class CrewTrainer(TreeTrainer):
 
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
         crew = self._crew
+        if self._algorithm.needs_kl:
+            gains = crew.order("gains", sizes=self._dealt(balance.dealt(batch.mismatched, crew.ranks)))
+            give_kl([batch], [each for answer in gains for each in answer])
         rounds = balance.dealt(batch.micro, crew.ranks)
         present = [[micro is not None for micro in each] for each in rounds]
-        self._to_send = [micro_wire.pack([each[rank] for each in rounds]) for rank in range(crew.ranks)]
         totals = [batch.totals.tokens, batch.totals.sequences]
-        sizes = [data.numel() for data in self._to_send]
+        sizes = self._dealt(rounds)
         answers = crew.order(
             "backward", sizes=sizes, present=present, totals=totals, computed=computed_tokens(batch),
             version=self.version,
@@ -106,19 +111,35 @@ class CrewTrainer(TreeTrainer):
     ) -> dict[str, Any]:
         crew = self._crew
         self._check_version(version)
-        if crew.rank == 0:
-            for rank in range(1, crew.ranks):
-                dist.send(self._to_send[rank], rank, group=crew.group)
-            data = self._to_send[0]
-            self._to_send = []
-        else:
-            data = torch.empty(sizes[crew.rank], dtype=torch.uint8)
-            dist.recv(data, 0, group=crew.group)
-        reports = self.backward(micro_wire.unpack(data, crew.device), present, Totals(*totals), computed)
+        reports = self.backward(self._mine(sizes), present, Totals(*totals), computed)
         squares = self.squares()
         of_ranks = crew.gather(largest_of(squares))
         largest = max(of_ranks) if all(map(math.isfinite, of_ranks)) else math.nan
         return {"reports": reports, "largest": largest, "steps": sum_in_steps(squares, largest)}
+
+    def _dealt(self, rounds: Sequence[Sequence[MicroBatch | None]]) -> list[int]:
+        """Keep what `_mine` sends to each rank; return the sizes in bytes."""
+        self._to_send = [micro_wire.pack([each[rank] for each in rounds]) for rank in range(self._crew.ranks)]
+        return [data.numel() for data in self._to_send]
+
+    def _mine(self, sizes: Sequence[int]) -> list[MicroBatch | None]:
+        """Return this rank's micro-batches, one a round, as rank 0 sends them."""
+        crew = self._crew
+        if crew.rank == 0:
+            for rank in range(1, crew.ranks):
+                dist.send(self._to_send[rank], rank, group=crew.group)
+            data, self._to_send = self._to_send[0], []
+        else:
+            data = torch.empty(sizes[crew.rank], dtype=torch.uint8)
+            dist.recv(data, 0, group=crew.group)
+        return micro_wire.unpack(data, crew.device)
+
+    def _do_gains(self, sizes: Sequence[int]) -> list[float]:
+        """Return the gains of this rank's mismatched answers. Without a micro-batch it takes part in the gathering."""
+        nothing = plain_row([0, 0], 1, self._crew.device)
+        micros = self._mine(sizes)
+        gains = [gain(self._policy, micro or nothing, **self._sampling) for micro in micros]
+        return [each for each, micro in zip(gains, micros, strict=True) if micro is not None]
 
     def _do_update(self, lr: float, scale: float, version: int) -> list[float]:
         sums = self.conclude(lr, scale)

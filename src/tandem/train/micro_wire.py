@@ -43,6 +43,7 @@ def pack(micros: Sequence[MicroBatch | None]) -> Tensor:
                 "spans": [place(starts_q), place(starts_k), longest_q, longest_k, place(keys)],
                 "packed": [place(micro.packed.tokens_T), place(micro.packed.place_of)],
                 "hold": micro.hold,
+                "kl": micro.kl,
             }
         )
     head = json.dumps(places).encode()
@@ -71,11 +72,9 @@ def unpack(data: Tensor, device: torch.device) -> list[MicroBatch | None]:
         spans = cast("Spans", (tensor(starts_q), tensor(starts_k), longest_q, longest_k, tensor(keys)))
         packed = PackedRows(spans, *(tensor(each) for each in told["packed"]))
         tensors = {name: tensor(place) for name, place in told["tensors"].items()}
-        return MicroBatch(packed=packed, hold=told["hold"], **tensors)
+        return MicroBatch(packed=packed, hold=told["hold"], kl=told["kl"], **tensors)
 
     return [micro(told) for told in places]
 
 
-_TENSORS = [
-    field.name for field in fields(MicroBatch) if field.name not in ("packed", "hold", "kl")
-]  # KTO, which sets kl, has one rank
+_TENSORS = [field.name for field in fields(MicroBatch) if field.name not in ("packed", "hold", "kl")]

@@ -28,6 +28,7 @@ from tandem.train.gradient_tree import (
     row_squares,
     sum_in_steps,
 )
+from tandem.train.kl_estimate import set_kl
 from tandem.train.logprob_gap import Gap, GapRow
 from tandem.train.memory_accounting import size_bytes
 from tandem.train.trainer import PolicyTrainer
@@ -110,6 +111,8 @@ class TreeTrainer(PolicyTrainer):
     # --- a step of one rank
 
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
+        if self._algorithm.needs_kl:
+            set_kl(self._policy, [batch], **self._sampling)
         reports = self.backward(batch.micro, [[True]] * len(batch.micro), batch.totals, computed_tokens(batch))
         squares = self.squares()
         largest = largest_of(squares)

@@ -134,6 +134,16 @@ class EmbeddedEngine:
         self._work.set()
         return await answer  # if it is cancelled, the row is freed before the next iteration
 
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        self._refuse_what_does_not_fit(ids, Sampling(max_tokens=0))
+        if len(ids) == 1:
+            return []
+        while True:
+            await self._awake.wait()
+            async with self._iterating:  # between two iterations, as weights change
+                if self._awake.is_set():
+                    return await self._call(self._score, list(ids))
+
     async def attach(self, source: WeightSource) -> None:
         self._source = source
         if (home := source.memory_for(dict(live_tensors(self._module)))) is not None:
@@ -325,6 +335,20 @@ class EmbeddedEngine:
         self._drawn_S[rows] += 1
         return first, ids_S.tolist(), logprobs_S.tolist()
 
+    @torch.no_grad()
+    def _score(self, ids: list[int]) -> list[float]:
+        ids_1T = torch.tensor([ids[:-1]], device=self._device, dtype=torch.long)
+        positions_T = torch.arange(ids_1T.shape[1], device=self._device)
+        hidden_1TH = self._head.hidden(ids_1T, positions_T[None], self._causal_mask(positions_T))
+        return self._head.logprobs(hidden_1TH[0], torch.tensor(ids[1:], device=self._device), 1.0)[0].tolist()
+
+    def _causal_mask(self, positions_T: Tensor) -> Any:
+        """Return the mask of whole prompts; None where every layer is causal without one."""
+        if attention_masks.plainly_causal(self._config):
+            return None
+        causal = (positions_T[:, None] >= positions_T)[None, None]
+        return attention_masks.for_model(self._config, causal, positions_T[:, None], positions_T)
+
     def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
         """Return the logits after each request's prompt. Equal prompts are computed once."""
         first, last = len(self._running), len(self._running) + len(wave)
@@ -341,10 +365,7 @@ class EmbeddedEngine:
         positions_T = torch.arange(width, device=self._device)
         # Padding is on the right: no real token attends to it, and decoding overwrites its positions before reading
         # them.
-        causal = (positions_T[:, None] >= positions_T)[None, None]
-        mask = None
-        if not attention_masks.plainly_causal(self._config):
-            mask = attention_masks.for_model(self._config, causal, positions_T[:, None], positions_T)
+        mask = self._causal_mask(positions_T)
         hidden_PTH = self._head.hidden(ids_PT, positions_T[None].expand_as(ids_PT), mask, self._cache)
         logits_PV = self._head.logits(hidden_PTH[torch.arange(len(lengths), device=self._device), lengths_P - 1])
         rows = slice(first, last)

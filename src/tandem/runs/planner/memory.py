@@ -210,7 +210,7 @@ def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, ra
     if not machine.on_gpu and saves_between_steps(spec):
         found["checkpoint"] = copied_bytes(spec, shape, rank) / _GIB
     teacher = read_teacher(spec)
-    compares = spec.recipe != "sft" and uses_reference(spec.algorithm)
+    compares = spec.algorithm is not None and uses_reference(spec.algorithm)
     if teacher is not None:
         found["teacher"] = teacher.total * width / _GIB
     elif compares and lora is None:

@@ -39,9 +39,9 @@ def read_shape(spec: ModelSpec) -> ModelShape:
 
 
 def read_teacher(spec: RunSpec) -> ModelShape | None:
-    """Of distillation's teacher, which is there beside the policy."""
+    """Of distillation's teacher, where it is there beside the policy."""
     algorithm = getattr(spec, "algorithm", None)
-    if not isinstance(algorithm, DistillSpec):
+    if not isinstance(algorithm, DistillSpec) or algorithm.is_served:
         return None
     return shape_of(read_config(algorithm.teacher, algorithm.teacher_revision), algorithm.teacher)
 

@@ -13,6 +13,7 @@ from tandem.runs.planner.memory import at_once, colocated, row_bytes, rows_held,
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
 from tandem.runs.planner.rank_share import Rank, layer_numbers, root_numbers
 from tandem.runs.planner.workload import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
+from tandem.spec.algorithm import uses_reference
 from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import Stage
@@ -86,7 +87,7 @@ def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine
     products += 2 * shape.vocab * shape.hidden * work.credited_tokens * (3 if lora else 4)
     if spec.recipe == "preference":
         # The reference; in KTO both models also score as many mismatched answers.
-        forwards = {"dpo": 1, "kto": 3, "orpo": 0}[spec.algorithm.kind]
+        forwards = {"kto": 3}.get(spec.algorithm.kind, int(uses_reference(spec.algorithm)))
         products += 2 * shape.total * work.step_tokens * forwards
     if (teacher := read_teacher(spec)) is not None:
         products += 2 * teacher.total * work.step_tokens

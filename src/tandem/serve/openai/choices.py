@@ -71,6 +71,7 @@ class SampleJob:
     include_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    prompt_logprobs: bool = False
     calls: bool = False
     """Whether calls of tools are parsed."""
     messages: Sequence[Message] = ()
@@ -123,6 +124,8 @@ class Choice:
         self.piece = ChoiceDelta(index, opens=True)
         self.told: Message = {}
         """The whole turn, once it is finished."""
+        self.prompt_logprobs: list[dict[str, Any] | None] = []
+        """Of each token of the prompt, by its id, if the request asks for them; None for the first."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         piece, self.version = self.piece, version
@@ -221,6 +224,11 @@ def _chat_logprob(names: TokenNames, token_id: int, logprob: float) -> dict[str,
         "bytes": None if raw is None else list(raw),
         "top_logprobs": [],
     }
+
+
+def prompt_logprob(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    """Return the logprob of one token of a prompt, in vLLM's form."""
+    return {str(token_id): {"logprob": max(logprob, _LEAST_LOGPROB), "decoded_token": _token_name(names, token_id)}}
 
 
 def _token_name(names: TokenNames, token_id: int) -> str:

@@ -40,8 +40,8 @@ class _GenerateParams(SamplingParams):
             return data
         if data.get("prompt_logprobs"):
             raise ValueError(
-                "prompt_logprobs are not supported; for distillation, give the run a teacher (algorithm.kind = "
-                "'distill')"
+                "prompt_logprobs are not supported here; POST /v1/completions gives them; for distillation, give the "
+                "run a teacher (algorithm.kind = 'distill')"
             )
         return {key: value for key, value in data.items() if value not in _NEUTRAL.get(key, ())}
 

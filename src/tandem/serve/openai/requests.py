@@ -242,6 +242,14 @@ class CompletionRequest(_RequestBase):
     prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=1)
     """0 and 1 both return the sampled token's logprob; alternatives are not supported."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=1)
+    """0 and 1 both return the logprob of each token of the prompt, at temperature 1; alternatives are not supported."""
+
+    @model_validator(mode="after")
+    def _whole_prompts(self) -> CompletionRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs with stream = true: they come with a whole answer; leave stream out")
+        return self
 
 
 @dataclass(frozen=True)

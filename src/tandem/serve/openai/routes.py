@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tandem.errors import StoreError, TandemError, TextTooLong
 from tandem.io.chat_feedback import ChatStore
-from tandem.protocols import OnToken
+from tandem.protocols import OnToken, ScoringEngine
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.refusals import RequestRefused, as_refused
 from tandem.serve.http.request_bounds import (
@@ -43,6 +43,7 @@ from tandem.serve.openai.choices import (
     ResponseLayout,
     SampleJob,
     Speech,
+    prompt_logprob,
     usage,
 )
 from tandem.serve.openai.feedback_route import feedback_router
@@ -233,12 +234,16 @@ class OpenAi:
         asked = await parse(CompletionRequest, request)
         self._check_model(asked.model)
         self._check_store(asked, None)
+        if asked.prompt_logprobs is not None and not isinstance(self.engine, ScoringEngine):
+            text = "prompt_logprobs: this engine gives no logprobs of given tokens; `tandem serve` does; leave it out"
+            raise RequestRefused(422, text, field="prompt_logprobs")
         one_prompt = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int)
         given: Any = [asked.prompt] if one_prompt else asked.prompt
         self._check_load(asked.n * len(given))
         opened = await self.opened("prompt", self.conversations.text(request, given, asked.n))
         wanted = asked.logprobs is not None
         job = self._job(asked, opened, asked.max_tokens or 16, one_prompt=one_prompt, logprobs=wanted, calls=False)
+        job = replace(job, prompt_logprobs=asked.prompt_logprobs is not None)
         self.check(job, "prompt")
         return await self._answer(request, job, TEXT)
 
@@ -319,6 +324,9 @@ class OpenAi:
         body = self._head(job, layout, layout.object, version)
         await self._keep(body["id"], job, choices)
         body["choices"] = [self._choice(choice.take(), job, layout) for choice in choices]
+        if job.prompt_logprobs:
+            for told, choice in zip(body["choices"], choices, strict=True):
+                told["prompt_logprobs"] = choice.prompt_logprobs
         body["usage"] = usage(job, choices)
         if job.token_ids:
             body["prompt_token_ids"] = job.prompt_token_ids
@@ -331,9 +339,20 @@ class OpenAi:
         async def play() -> None:
             async for _ in self._play(job, choices):
                 pass
+            if job.prompt_logprobs:
+                for number, prompt in enumerate(job.prompts):
+                    scored = await self._scored(prompt)
+                    for choice in choices[number * job.n : (number + 1) * job.n]:
+                        choice.prompt_logprobs = scored
 
         await unless_gone(request, play())
         return choices
+
+    async def _scored(self, prompt: list[int]) -> list[dict[str, Any] | None]:
+        """Return the logprobs of a prompt's tokens, in vLLM's form."""
+        assert isinstance(self.engine, ScoringEngine), "checked before"
+        found = await self.engine.score(prompt)
+        return [None, *(prompt_logprob(self.renderer, *each) for each in zip(prompt[1:], found, strict=True))]
 
     async def _chunks(self, job: SampleJob, layout: ResponseLayout) -> AsyncIterator[str]:
         choices = self._choices(job, layout.parts_thoughts)
