@@ -182,3 +182,19 @@ def test_a_file_is_read_in_parts_and_never_shown_as_a_page(plane: Served, agent:
     assert (part.headers["content-disposition"], part.headers["x-content-type-options"]) == ("attachment", "nosniff")
     assert plane.ask("GET", f"/api/runs/{agent.run}/files/log.txt?offset=99").content == b""
     assert plane.ask("GET", f"/api/runs/{agent.run}/files/none.txt").status_code == 404
+
+
+def test_no_generation_means_two_contents_after_a_restart(tmp_path: Path):
+    plane = served(tmp_path)
+    agent = Agent(plane, plane.submit())
+    agent.post("claim")
+    for generation in range(1, 5):
+        agent.append(piece("s.json", generation, 0, b"%d" % generation), piece("log.txt", 1, generation - 1, b"x"))
+    plane.plane.store.close()
+    again = served(tmp_path)
+    plane.app, plane.plane = again.app, again.plane
+    streams = agent.post("claim").json()["streams"]
+    assert streams["log.txt"] == {"generation": 1, "size": 4}  # it only grew, and goes on
+    assert streams["s.json"]["generation"] > 4
+    assert agent.append(piece("s.json", 5, 0, b"5")) == {"s.json": (streams["s.json"]["generation"], 1)}
+    plane.plane.store.close()

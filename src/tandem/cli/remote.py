@@ -123,7 +123,7 @@ def pull(
         Path | None, typer.Option("--dir", help="Directory to write. Default: runs/RUN_ID. Again: what is new.")
     ] = None,
 ) -> None:
-    """Copy the mirror of a run: log, metrics, samples, status, byte by byte. Weights stay where [artifacts] says."""
+    """Copy the mirror of a run: log, metrics, samples, status, byte by byte. Weights are not in it."""
     from tandem.client import Tandem
 
     with Tandem() as server:

@@ -4,7 +4,9 @@ consumes: pieces of files, from the agent that holds the run's attempt   waits f
 produces: files under DIRECTORY/RUN/, for callers that read them
 
 How long a file is, the file says; its generation is a row. A new generation changes the file first and its row after
-that. So after a crash between the two the agent sends the same piece again, and it still fits. Nothing waits for the
+that. So after a crash between the two the agent sends the same piece again, and it still fits. A file that is replaced
+every second would cost a write of the database each: only its first replacement by this process is noted, and the next
+process begins far above, so that no number is used twice. Nothing waits for the
 disk before the run's end: after a power cut a file may be shorter or older. The agent, which has it all, goes on from
 there, or finds at the end that the digest differs, and sends the file again.
 """
@@ -34,6 +36,7 @@ from tandem.shapes.agent import FileDigest, Piece, Stream
 RUN_BYTES = 16 * 2**30
 """The most bytes of one run's mirror."""
 _PARTS, _PART_BYTES = 8, 200
+_APART = 2**32  # more generations than one process makes of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Mirror:
     def __init__(self, directory: Path, store: Store, *, run_bytes: int = RUN_BYTES) -> None:
         self.directory, self._store, self._run_bytes = directory, store, run_bytes
         self._generations: dict[str, dict[str, int]] = {}
+        self._noted: defaultdict[str, set[str]] = defaultdict(set)
         self.locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By run: held while an agent is checked and its pieces are written, so that a fenced one writes nothing."""
         atomic_write.make_directory(directory, mode=atomic_write.PRIVATE)
@@ -64,9 +68,10 @@ class Mirror:
         if not pieces:
             return {}
         found, changed = await asyncio.to_thread(self._write, run, known, pieces)
-        if changed:
-            await self._store.write(partial(_note, run=run, generations=changed))
-            known.update(changed)
+        if unnoted := {file: number for file, number in changed.items() if file not in self._noted[run]}:
+            await self._store.write(partial(_note, run=run, generations=unnoted))
+            self._noted[run] |= {file for file, number in unnoted.items() if number > 1}
+        known.update(changed)
         return found
 
     async def differing(self, run: str, files: Mapping[str, FileDigest]) -> dict[str, Stream]:
@@ -155,6 +160,7 @@ class Mirror:
     async def _known(self, run: str) -> dict[str, int]:
         if (known := self._generations.get(run)) is None:
             found = await self._store.read(partial(_generations_of, run=run))
+            found = {file: number if number == 1 else number + _APART for file, number in found.items()}
             known = self._generations.setdefault(run, found)
         return known
 
