@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LEARNS = (
     "sft", "preference", "orpo", "kto", "own_environment", "own_loss", "own_preference", "rejection_sampling",
-    "multi_turn", "rl_async",
+    "reward_model", "multi_turn", "rl_async",
 )  # fmt: skip
 ELSEWHERE = {
     "quickstart": "tests/learning/test_quickstart.py",
@@ -36,6 +36,7 @@ ELSEWHERE = {
     "vllm_gpu": "a GPU: its spec is read here",
     "distill": "with its teacher, below",
     "distill_teacher": "below",
+    "reward_model_rl": "with its reward model, below",
     "sweep": "below",
 }
 
@@ -100,6 +101,12 @@ def test_a_table_of_tickets_ends_in_a_served_model_that_sorts_them():
 def test_a_student_learns_from_a_teacher():
     assert trained("distill_teacher", "runs/teacher")["state"] == "succeeded"
     ended = trained("distill", "runs/student")
+    assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
+
+
+def test_rewards_of_a_reward_model_rise():
+    assert trained("reward_model", "runs/polite")["state"] == "succeeded"
+    ended = trained("reward_model_rl", "runs/polite_rl")
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
 
 
