@@ -26,6 +26,7 @@ SLOW = {
     "http/test_online_kl_gate.py": "an online server of its own, whose gate rejects a lesson",
     "http/test_env_serve.py": "environments in processes of their own, against a service",
     "unit/test_typed_api.py": "pyright on a script with every public call",
+    "unit/test_compiled_layers.py": "the compiler at work on layers with adapters",
     "unit/test_sync_bench.py": "every bridge measured on a real model",
     "parallel/test_checkpoints_by_rows.py": "whole runs on 1, 2 and 4 ranks",
     "parity/test_apollo.py": "many steps beside the published optimizer",

@@ -16,6 +16,7 @@ Details go to $OUT/ranks.json; logs of the runs to $OUT/*.txt.
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
 import json
 import os
@@ -91,6 +92,7 @@ class Started:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=os.environ | {"PYTHONFAULTHANDLER": "1"},
             )  # fmt: skip
+        atexit.register(self.end)
 
     def ended(self, timeout_s: float) -> int:
         """Its exit code. A run that is not over by then writes the stacks of all ranks to its logs, and ends."""
@@ -102,8 +104,31 @@ class Started:
                     os.kill(pid, signal.SIGABRT)
             return self.process.wait(60)
         finally:
-            for log in sorted((self.directory / "ranks").glob("*.txt")):
-                shutil.copyfile(log, OUT / f"{self.directory.name}-{log.name}")
+            self.keep()
+
+    def measured(self, steps: int, timeout_s: float) -> int:
+        """Wait for so many steps, then end the run: what it would still save says nothing of a step. 0 if they came."""
+        until = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < until:
+            if len(self.rows()) >= steps:
+                self.end()
+                self.keep()
+                return 0
+            time.sleep(0.2)
+        return self.ended(1)
+
+    def end(self) -> None:
+        """Leave no process on a GPU: whatever ran next there would find it full."""
+        if self.process.poll() is None:
+            for pid in (self.process.pid, *children_of(self.process.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+
+    def keep(self) -> None:
+        found = [*sorted((self.directory / "ranks").glob("*.txt")), self.directory / "metrics.jsonl"]
+        for path in (path for path in found if path.exists()):
+            shutil.copyfile(path, OUT / f"{self.directory.name}-{path.name}")
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"
@@ -140,14 +165,14 @@ def sft(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
     for ranks in asked.ranks:
         shutil.rmtree(home / f"sft-{ranks}", ignore_errors=True)
         run = Started(spec_of(asked, home, ranks, batch_size=asked.rows * ranks), home / f"sft-{ranks}")
-        code = run.ended(asked.limit_s)
+        code = run.measured(asked.steps + WARM, asked.limit_s)
         rows = run.rows()[WARM:]
         if code or not rows:
             found.append({"ranks": ranks, "failed": run.what_it_said()})
             continue
-        seconds = statistics.median(row["time/step_s"] for row in rows)
-        tokens = statistics.median(row["tokens/computed"] for row in rows)
-        speed = statistics.median(row["tokens/computed"] / row["time/step_s"] for row in rows)
+        seconds = statistics.fmean(row["time/step_s"] for row in rows)
+        tokens = statistics.fmean(row["tokens/computed"] for row in rows)
+        speed = tokens / seconds  # of all measured steps together: their batches are of unequal length
         mfu = 0.0 if asked.shape == "tiny" else flops(asked.shape, speed) / ranks / PEAK_FLOPS
         found.append(
             {
@@ -350,12 +375,13 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=500.0, help="of one run")
     parser.add_argument("--rank-of-sums", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run that is under way, too
     if asked.rank_of_sums:
         sums_of_rank(asked)
         return
     note(f"ranks.py {' '.join(sys.argv[1:])}; {torch.cuda.device_count()} GPUs")
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         home = Path(place)
         write_rows(home / "rows.jsonl", 64 * max(asked.ranks) + 200)
         if asked.shape != "tiny":

@@ -1,7 +1,7 @@
 """Publish a version to the engine and prove that it is served; otherwise the old version stays, with an error.
 
-consumes: versions of the trainer      waits for: both ends of the bridge, and one canary prompt
-produces: proofs                       within `deadline_s` an attempt
+consumes: versions of the trainer      waits for: both ends of the bridge, and canary prompts
+produces: proofs                       within `deadline_s` for the weights, and again for each prompt
 
 A proof has three parts. Fingerprints: both ends compute them separately, of every tensor in the form in which it is
 served, and they are equal; if both ends share one memory, the fingerprints say which memory. The cache epoch: the
@@ -203,20 +203,12 @@ class Publisher:
         started = time.perf_counter()
         if not self._attached:  # starting an engine has its own deadline
             await self._attach(trainer)
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                sent, served = await self._transfer(trainer.export(self._bridge.carries))
-                self._report_attached({**self._attachment, "transport": sent.transport})
-                self._compare(sent, served, trainer.version)
-                proving = time.perf_counter()
-                gap, tokens = await self._ask_canary(trainer, alone=not served.read_back)
-        except TandemError:
-            raise
-        except TimeoutError:
-            raise SyncTimeout(
-                f"sync: version {trainer.version} did not reach the engine by {self._bridge.mode} within "
-                f"sync.deadline_s = {self._deadline_s:g} s"
-            ) from None
+        async with self._deadline(f"version {trainer.version} did not reach the engine by {self._bridge.mode}"):
+            sent, served = await self._transfer(trainer.export(self._bridge.carries))
+        self._report_attached({**self._attachment, "transport": sent.transport})
+        self._compare(sent, served, trainer.version)
+        proving = time.perf_counter()
+        gap, tokens = await self._ask_canary(trainer, alone=not served.read_back)
         now = time.perf_counter()
         return Proof(
             sent.version,
@@ -234,6 +226,17 @@ class Publisher:
             transport=sent.transport,
             lent_bytes=served.lent_bytes,
         )
+
+    @asynccontextmanager
+    async def _deadline(self, missed: str) -> AsyncIterator[None]:
+        """Raise SyncTimeout with the text `missed` if the deadline passes."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                yield
+        except TandemError:
+            raise
+        except TimeoutError:
+            raise SyncTimeout(f"sync: {missed} within sync.deadline_s = {self._deadline_s:g} s") from None
 
     async def _attach(self, trainer: TrainerView) -> None:
         from tandem.ops.adapter_base_check import check_base  # imports torch; a wrong spec is refused before that
@@ -337,10 +340,13 @@ class Publisher:
         self, trainer: TrainerView, prompts: Sequence[Sequence[int]], max_tokens: int, guess: Sequence[int] = ()
     ) -> tuple[str, float, int]:
         """Return which engine is furthest from the trainer, how far over all its tokens, and the tokens of all engines.
-        One prompt after the other: an urgent request has one place. `guess`: the likely answer to the first prompt."""
+        One prompt after the other: an urgent request has one place. Each has the deadline for itself: on a busy machine
+        all prompts of a fresh engine together may take longer. `guess`: the likely answer to the first prompt."""
         gaps: defaultdict[str, list[float]] = defaultdict(list)
         for number, prompt in enumerate(prompts):
-            for name, of_tokens in (await self._gaps(trainer, list(prompt), max_tokens, guess, number == 0)).items():
+            async with self._deadline(f"version {trainer.version}: the canary's prompt was not answered and scored"):
+                found = await self._gaps(trainer, list(prompt), max_tokens, guess, number == 0)
+            for name, of_tokens in found.items():
                 gaps[name] += of_tokens
             guess = ()
         means = {name: sum(each) / len(each) for name, each in gaps.items()}

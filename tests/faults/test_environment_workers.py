@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pytest
 from test_environment_faults import Dead, Engine, Plain, Silent
 
+from tandem.env.expected import expected_of
 from tandem.env.load import load_environment
 from tandem.errors import EngineError, EngineSilent, EnvironmentFailed, EpisodeFailed, SpecError
 from tandem.rollout.episode import Setting, play
@@ -178,6 +179,13 @@ def test_tasks_come_without_their_payloads_and_demonstrations_are_the_same():
             expected = shown.demonstrate(here.tasks("train")[index], ours)
             assert there.demonstrate(there.tasks("train")[index], theirs) == expected
         assert ours.getstate() == theirs.getstate()
+
+
+def test_tasks_come_with_what_their_answers_are_compared_with():
+    here = load_environment("arithmetic").tasks("train")[:50]
+    with opened(order(name="arithmetic")) as there:
+        told = there.tasks("train")[:50]
+    assert [expected_of(task).answers() for task in told] == [{"answer": str(t.payload["answer"])} for t in here]
 
 
 def test_a_built_in_environment_plays_there_too():

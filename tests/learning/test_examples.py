@@ -16,6 +16,7 @@ import pytest
 import tandem
 from tandem.recipes.serve import find_model, load_model
 from tandem.spec.engine import HfEngineSpec
+from tandem.spec.hardware import Hardware, choose
 from tandem.spec.load import load_spec
 from tandem.spec.online import load_online_spec
 from tandem.types import Sampling
@@ -34,6 +35,7 @@ ELSEWHERE = {
     "prompts": "a chat model of the hub: tests/learning/test_your_data.py runs its like",
     "rl_maths": "a GPU: its spec is read here",
     "vllm_gpu": "a GPU: its spec is read here",
+    "ten_lines": "with a tiny model, below",
     "distill": "with its teacher, below",
     "distill_teacher": "below",
     "reward_model_rl": "with its reward model, below",
@@ -108,6 +110,19 @@ def test_rewards_of_a_reward_model_rise():
     assert trained("reward_model", "runs/polite")["state"] == "succeeded"
     ended = trained("reward_model_rl", "runs/polite_rl")
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
+
+
+def test_ten_lines_are_ten_and_run_with_a_tiny_model_and_choose_for_a_gpu():
+    spec = Path("examples/ten_lines.toml")
+    assert len([line for line in spec.read_text().splitlines() if line and not line.startswith("#")]) == 10
+    tuned, _ = choose(load_spec(spec), Hardware("cuda", "NVIDIA H200", 139.8, vllm=True))
+    by_hand = load_spec("examples/vllm_gpu.toml")
+    assert (tuned.precision, tuned.sync) == (by_hand.precision, by_hand.sync)
+    assert (tuned.model.attention, tuned.model.compile) == (by_hand.model.attention, by_hand.model.compile)
+    spec.write_text(spec.read_text().replace('path = "Qwen/Qwen3-0.6B"', 'preset = "tiny"'))
+    tiny = ["warmup.steps=60", "warmup.lr=2e-3", "environment.params.largest=9", "train.groups_per_step=8"]
+    run = tandem.run(load_spec(spec, [*tiny, "train.steps=3", "train.max_tokens=6", "eval.tasks=32"]), "runs/example")
+    assert (run.status["state"], run.status["steps_done"]) == ("succeeded", 63)
 
 
 def test_a_sweep_has_a_row_for_each_seed():

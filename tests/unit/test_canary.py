@@ -14,7 +14,7 @@ from tandem.bridge.null import NullBridge
 from tandem.build import run_engines, training
 from tandem.engine.null import NullEngine
 from tandem.engine.pool import EnginePool
-from tandem.errors import EngineLost, LogprobGap
+from tandem.errors import EngineLost, LogprobGap, SyncTimeout
 from tandem.publish import Call, Canary, Publisher, on_this_thread
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
@@ -225,3 +225,27 @@ def test_the_limit_comes_from_all_prompts_of_a_fresh_engine_and_later_versions_a
     fresh, later = asyncio.run(work())
     assert (fresh.logprob_gap, fresh.gap_limit, fresh.canary_tokens) == (pytest.approx(0.01), pytest.approx(0.04), 24)
     assert (later.logprob_gap, later.canary_tokens) == (pytest.approx(0.03), 2)
+
+
+class Slow(Engine):
+    takes_s = 0.05
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, **_: Any) -> Completion:
+        await asyncio.sleep(self.takes_s)
+        return await super().generate(prompt_ids, sampling)
+
+
+def test_each_prompt_of_a_fresh_engine_has_the_deadline_for_itself() -> None:
+    """On a busy CPU the prompts of a real model took 70 s together; the run ended, as if its engine were lost."""
+
+    async def work() -> Proof:
+        engine, teacher = Slow(), Teacher()
+        canary = replace(CANARY, more_prompts=tuple((3, each) for each in range(9)))
+        publisher = Publisher(NullBridge(), engine, canary=canary, deadline_s=0.3)
+        proof = await publisher.publish(teacher)
+        engine.takes_s, teacher.version = 5.0, 2
+        with pytest.raises(SyncTimeout, match=r"version 2: the canary's prompt was not .* sync\.deadline_s = 0\.3 s"):
+            await publisher.publish(teacher)
+        return proof
+
+    assert asyncio.run(work()).canary_tokens == 10

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.recipes.random_checkpoints import SHAPES
-from tandem.runs.first_spec import GPUS, FirstAnswers, first_spec, model_billions, rate, write_first_spec
+from tandem.runs.first_spec import FirstAnswers, first_spec, gpus, model_billions, rate, write_first_spec
 from tandem.runs.planner.calibration import machine
 from tandem.runs.planner.memory import needed_gib
 from tandem.runs.planner.model_shape import shape_of
@@ -35,7 +35,7 @@ KINDS: dict[str, type] = {"rewards": RlSpec, "imitate": SftSpec, "prefer": Prefe
 EVERY: list[tuple[Any, ...]] = [
     (goal, model, task, gpu, vllm)
     for goal, tasks in TASKS.items()
-    for model, task, gpu, vllm in product(MODELS, tasks, GPUS, (False, True))
+    for model, task, gpu, vllm in product(MODELS, tasks, gpus(), (False, True))
 ]
 
 
@@ -63,7 +63,7 @@ SIZES = {"smollm2-135m": 0.135, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-8b"
 def test_what_is_written_fits_by_the_plan(shape: str, billions: float, tmp_path: Path) -> None:
     ways = set[tuple[Any, ...]]()
     for (goal, task), vllm, gpu in product(
-        (("rewards", "gsm8k"), ("imitate", "rows.jsonl"), ("prefer", "rows.jsonl")), (False, True), GPUS
+        (("rewards", "gsm8k"), ("imitate", "rows.jsonl"), ("prefer", "rows.jsonl")), (False, True), gpus()
     ):
         if gpu == "none" or (vllm and goal != "rewards"):
             continue
@@ -76,7 +76,7 @@ def test_what_is_written_fits_by_the_plan(shape: str, billions: float, tmp_path:
             ways.add(way)
             kind = gpu if gpu in ("h100", "h200") else "h100"
             rows: dict[str, Any] = {"prompt_tokens": 64} if goal == "rewards" else {"row_tokens": 1024}
-            target, model = machine(kind, GPUS[gpu]), shape_of(SHAPES[shape], shape)
+            target, model = machine(kind, gpus()[gpu]), shape_of(SHAPES[shape], shape)
             work = work_of(spec, model, target.answer_share, **rows, on_gpu=True)
             assert needed_gib(spec, model, work, target) <= target.limit_gib, answers
     assert {"rewards", "imitate", "prefer"} == {way[0] for way in ways}

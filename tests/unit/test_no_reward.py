@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tandem.algo.policy_gradient import has_signal
+from tandem.env.expected import Expected
 from tandem.rollout.episode import Setting
-from tandem.rollout.no_reward import NoReward, RewardWatch
+from tandem.rollout.no_reward import RewardWatch
 from tandem.rollout.producer import EnvironmentProducer
+from tandem.rollout.reward_reasons import NoReward
 from tandem.types import Completion, Group, Message, Outcome, Sampling, Span, Task, Thought, Ticket, Trajectory
 
 MOST = 64
@@ -26,11 +28,17 @@ class Planted:
     says: Callable[[int, int, random.Random], str]
     scores: Callable[[str, str], float]
     ask: str = "What is {a} + {b}?"
+    row: Callable[[int, int], Expected] | None = None
+    """The row behind a task; else its payload holds the right answer."""
 
     def tasks(self, split: str) -> Sequence[Task]:
         pairs = [(number + 11, 3 * number + 40) for number in range(20)]
         return [
-            Task(f"{a}+{b}", ({"role": "user", "content": self.ask.format(a=a, b=b)},), {"answer": a + b})
+            Task(
+                f"{a}+{b}",
+                ({"role": "user", "content": self.ask.format(a=a, b=b)},),
+                {"answer": a + b, **({"row": self.row(a, b)} if self.row else {})},
+            )
             for a, b in pairs
         ]
 
@@ -128,7 +136,7 @@ def raises(reply: str, right: str) -> float:
 SENTENCES = "First I look at the tens of both numbers, then at the ones, and carry what is over ten. After that comes"
 PLANTED = {
     "whole reply": ("parser", Planted(lambda a, b, rng: f"{a} + {b} is {a + b}.", is_equal)),
-    "always 0": ("parser", Planted(lambda a, b, rng: f"{a + b}", lambda reply, right: 0.0)),
+    "always 0": ("scorer", Planted(lambda a, b, rng: f"{a + b}", lambda reply, right: 0.0)),
     "tag": (
         "format",
         Planted(
@@ -152,6 +160,57 @@ PLANTED = {
     "always 1": ("same reward", Planted(lambda a, b, rng: f"{rng.randrange(99)}", lambda reply, right: 1.0)),
     "endless thought": ("thinking", Planted(lambda a, b, rng: "<think>" + SENTENCES * 2, is_equal)),
     "too hard": ("difficulty", Planted(lambda a, b, rng: f"{a + b + rng.randint(1, 9)}", is_equal)),
+    "loud": (
+        "case",
+        Planted(lambda a, b, rng: f"It is N{a + b}.", is_equal, row=lambda a, b: Expected({"answer": f"n{a + b}"})),
+    ),
+    "two openings": (
+        "template",
+        Planted(lambda a, b, rng: f"assistant\nIt is {a + b}.", is_equal),
+    ),
+    "another column": (
+        "column",
+        Planted(
+            lambda a, b, rng: f"It is {a + b}.",
+            lambda reply, right: 0.0,
+            row=lambda a, b: Expected({"sum": a + b, "number": 7000 + a}, ("number",)),
+        ),
+    ),
+    "a column that says how": (
+        "column",
+        Planted(
+            lambda a, b, rng: f"It is {a + b}.",
+            is_equal,
+            row=lambda a, b: Expected(
+                {"how": f"First take all of {a}, then add {b} to it, and get #### {a + b + 1}"}, ("how",)
+            ),
+        ),
+    ),
+    "a column of words": (
+        "column",
+        Planted(
+            lambda a, b, rng: f"{a + b}",
+            lambda reply, right: 0.0,
+            row=lambda a, b: Expected({"level": "easy"}, ("level",)),
+        ),
+    ),
+    "one prompt": (
+        "column",
+        Planted(
+            lambda a, b, rng: f"It is {rng.randrange(99)}.",
+            lambda reply, right: 0.0,
+            "Add 1 and 2",
+            row=lambda a, b: Expected({"answer": "some", "question": f"{a} plus {b}"}, ("answer",)),
+        ),
+    ),
+    "another row's key": (
+        "answer key",
+        Planted(
+            lambda a, b, rng: f"{'It is' if rng.random() < 0.5 else 'I get'} {a + b}.",
+            lambda reply, right: 0.0,
+            row=lambda a, b: Expected({"answer": f"{a + b + 4}"}),
+        ),
+    ),
     "one answer": ("same answer", Planted(lambda a, b, rng: "I cannot help with that.", is_equal)),
 }
 

@@ -136,9 +136,9 @@ BAD = [
     (RL, "engine.kind = 'llama'", 'engine.kind = "llama"', "'hf'"),
     (RL, "sync.bridge = 'shared'", "sync.bridge = 'shared'", "engines in processes of their own"),
     (
-        RL,
-        "engine.kind = 'vllm'",
-        "engine.kind = 'vllm'",
+        WITH_URL,
+        "engine.deadline_s = 5.0",
+        "engine.kind = 'server'",
         "(the default) does not reach; add sync.bridge = 'shared' (one",
     ),
     (

@@ -18,7 +18,7 @@ def init(
         str, typer.Option(help="rewards: an environment. imitate, prefer: a file of rows or a data set. Default: ask.")
     ] = "",
     gpu: Annotated[
-        str, typer.Option(help="none, GiB of memory such as 24, or a kind such as h200. Default: ask.")
+        str, typer.Option(help="none, GiB of memory such as 24, or a card such as 4090. Default: ask.")
     ] = "",
     billions: Annotated[
         float, typer.Option(min=0.0, help="Billions of parameters; 0: by the model's files or name.")
@@ -28,6 +28,7 @@ def init(
     """Write a first spec: asks for goal, model, task and GPU, or takes them as options."""
     from tandem.errors import SpecError
     from tandem.runs.first_spec import FirstAnswers, questions, write_first_spec
+    from tandem.runs.planner.calibration import cards
 
     given: dict[str, Any] = {"goal": goal, "model": model, "task": task, "gpu": gpu}
     for field, question, default in questions():
@@ -39,7 +40,7 @@ def init(
     vllm = (Path(".tandem") / "vllm" / "bin" / "python").exists()
     path = write_first_spec(FirstAnswers(**given, billions=billions, vllm=vllm), out)
     typer.echo(f"wrote {path}\nNext:")
-    kind = "" if gpu not in ("h100", "h200") else f" --gpu {gpu}"
+    kind = f" --gpu {given['gpu']}" if given["gpu"] in cards() else ""
     typer.echo(f"  tandem plan {path}{kind}    what it needs")
     if given["goal"] == "rewards" and "preset" not in path.read_text(encoding="utf-8"):
         typer.echo(f"  tandem env check {path}    how often the model is right before it is trained")

@@ -128,7 +128,12 @@ def plan(
     spec: SpecFile,
     gpu: Annotated[
         str,
-        typer.Option(help="Device to plan for: h200, h100 or cpu. Default: cpu if the spec's device is cpu, or h200."),
+        typer.Option(
+            "--gpu",
+            "--card",
+            help="Card to plan for: 3090, 4090, 5090, l4, l40s, a100-40, a100-80, h100, h200, b200, or cpu. Default: "
+            "this machine's; without a GPU, what the spec says, or h200.",
+        ),
     ] = "",
     memory_gib: Annotated[
         float, typer.Option(min=0, help="GPU memory in GiB; 0 uses the default for this GPU type.")

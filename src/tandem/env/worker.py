@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.env import resource_limits
+from tandem.env.expected import expected_of
 from tandem.env.outcome_check import checked
 from tandem.env.worker_messages import FAILURE_KINDS, MAX_TEXT
 from tandem.errors import EpisodeFailed, TemplateError
@@ -189,7 +190,8 @@ def _failed(kind: str, text: str) -> bytes:
 
 
 def _send_tasks(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    """Send ids and messages of a split, in pages. Payloads stay here: only the environment uses them."""
+    """Send ids and messages of a split, in pages, and what answers are compared with. Payloads stay here: only the
+    environment uses them."""
     try:
         tasks = loaded.tasks(message["split"])
         if len(tasks) > _MOST_TASKS:
@@ -198,8 +200,10 @@ def _send_tasks(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, message
         page: list[dict[str, Any]] = []
         chars = 0
         for task in tasks:
-            page.append({"id": task.id, "messages": [dict(each) for each in task.messages]})
+            expected = expected_of(task).told()
+            page.append({"id": task.id, "messages": [dict(each) for each in task.messages], "expected": expected})
             chars += 100 + sum(len(str(each.get("content"))) for each in task.messages)
+            chars += sum(map(len, expected["columns"].values()))
             if chars > _PAGE_CHARS:
                 writer.write(json_frames.pack({"op": "tasks", "tasks": page, "more": True}))
                 page, chars = [], 0

@@ -78,9 +78,15 @@ FromEpisode = AskTools | AskReply | AskJudge | Forget | Done | Failed
 FROM_EPISODE: TypeAdapter[FromEpisode] = TypeAdapter(Annotated[FromEpisode, Field(discriminator="op")])
 
 
+class ToldExpected(_WorkerMessage):
+    columns: dict[str, str]
+    read: list[str]
+
+
 class ToldTask(_WorkerMessage):
     id: str
     messages: list[SaidMessage] = Field(min_length=1)
+    expected: ToldExpected
 
 
 class Tasks(_WorkerMessage):

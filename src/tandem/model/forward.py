@@ -231,6 +231,11 @@ class _Compiled:
 
 
 def _compile(module: Any, *, undo: bool = False) -> None:
+    from torch._dynamo import config as dynamo  # here, for it takes a second
+
+    # Otherwise each float of a layer (an epsilon, LoRA's scale) is a tensor on the CPU: a C++ compiler must build its
+    # kernels, for minutes on some machines, and each layer's call runs them. Holds for the whole process.
+    dynamo.specialize_float = True
     for layer in _layers(module):
         layer._compiled_call_impl = None if undo else _Compiled(layer)  # torch's attribute, which copies lose
 

@@ -3,7 +3,7 @@
 The numbers follow what autograd saves in transformers' layers: a norm's fp32 input and its output, queries and keys
 after the rotation, the wide activations of a gated MLP. A frozen weight saves no input; an adapter saves its input in
 fp32. A compiled layer saves the inputs of its products, norms and attention, and recomputes the rest (measured with the
-allocator on a GPU).
+allocator on a GPU, and by what autograd saves in tests/unit/test_compiled_layers.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ class Pass:
 def layer_bytes(shape: ModelShape, how: Pass) -> float:
     """Return the bytes of one token in one layer if everything is kept."""
     w, h, q, k, i = how.width, shape.hidden, shape.query, shape.key, shape.intermediate
-    if how.compiled and not how.rank:
+    if how.compiled:
         heads = 4 * (shape.heads + (shape.heads + shape.kv_heads) * shape.qk_norm)
+        adapters = 4 * how.rank * len(shape.linears)
+        least = w * (2 * h + 3 * q + 3 * k + 2 * i) + heads + 8 + adapters
         if how.activations == "selective":
-            return w * (2 * h + 3 * q + 3 * k + 2 * i) + heads + 8
-        return w * (4 * h + 3 * q + 3 * k + 3 * i) + heads + 8
+            return least
+        return least + (4 * (2 * h + q + i) if how.rank else w * (2 * h + i))
     norm = 4 + (0 if how.rank else w)  # the fp32 input, and the factor of the trained weight
     found = 2.0 * (norm * h + 4)
     if shape.qk_norm:

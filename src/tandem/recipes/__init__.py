@@ -10,9 +10,11 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tandem.build.this_machine import refuse_no_vllm, this_machine
 from tandem.data.file_rows import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
 from tandem.io import own_code
@@ -39,6 +41,8 @@ from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.data import FileData
+from tandem.spec.engine import VllmEngineSpec
+from tandem.spec.hardware import Choice, choices_text, choose
 from tandem.spec.load import AnySpec, to_toml
 from tandem.spec.own import is_own
 from tandem.spec.ranks import on_ranks
@@ -78,10 +82,11 @@ def run(
     with own_code.session(objects.by_name()):
         _check_own_code(spec)
         played = _environment(spec)
+        spec, chosen = choose(spec, this_machine(spec.device))
         directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
         begin(directory, to_toml(spec))
         lease = DirectoryLease(directory)
-        return _run(spec, lease, directory, played, view or LiveView(spec.name), rehearse=rehearse)
+        return _run(spec, lease, directory, played, view or LiveView(spec.name), chosen=chosen, rehearse=rehearse)
 
 
 def _check_own_code(spec: RunSpec) -> None:
@@ -96,13 +101,16 @@ def _check_own_code(spec: RunSpec) -> None:
 
 
 def _refuse_missing(spec: RunSpec) -> None:
-    """Refuse models and files that do not exist, before the run directory is made and before torch is imported."""
+    """Refuse models, files and a vLLM that do not exist, before the run has a directory and torch is imported."""
     refuse_missing(spec.model)
     algorithm = getattr(spec, "algorithm", None)
     if isinstance(algorithm, DistillSpec) and not algorithm.is_served:
         refuse_no_model(algorithm.teacher, algorithm.teacher_revision, "algorithm.teacher")
     warmup = spec.warmup if isinstance(spec, RlSpec) else None
     field, data = ("warmup.data", warmup and warmup.data) if isinstance(spec, RlSpec) else ("data", spec.data)
+    engine = spec.engine if isinstance(spec, RlSpec) else None
+    if isinstance(engine, VllmEngineSpec) and not engine.url:
+        refuse_no_vllm(engine.python)
     if isinstance(data, FileData):
         refuse_no_file(Path(data.path), f"{field}.path")
         if data.eval_path:
@@ -168,7 +176,14 @@ def _is_incomplete(spec: RunSpec, directory: Path, status: Mapping[str, Any]) ->
 
 
 def _run(
-    spec: RunSpec, lease: DirectoryLease, directory: Path, environment: Any, view: LiveView, *, rehearse: bool = False
+    spec: RunSpec,
+    lease: DirectoryLease,
+    directory: Path,
+    environment: Any,
+    view: LiveView,
+    *,
+    chosen: Sequence[Choice] = (),
+    rehearse: bool = False,
 ) -> Run:
     """Train under the lease, from the newest checkpoint if there is one. Afterwards, in any case: finish the uploads,
     write the report, close the environment and release the lease, in this order."""
@@ -191,6 +206,10 @@ def _run(
         try:
             with _signals_end(checkpointer), view, run:
                 view.say(f"run {directory}")
+                if chosen:
+                    run.event("chosen", settings=[asdict(each) for each in chosen])
+                    for line in choices_text(chosen):
+                        view.say(f"   {line}")
                 keep_code(run, spec, found.version if found else 0)
                 for text in checkpoints.set_aside:
                     run.event("checkpoint_damaged", message=text)

@@ -22,7 +22,7 @@ from tandem.errors import EpisodeFailed, SpecError
 from tandem.obs.claims import answers, figure_of
 from tandem.recipes.serve import find_model, load_model
 from tandem.rollout.episode import Setting, play
-from tandem.rollout.no_reward import NoReward, likely_reason
+from tandem.rollout.reward_reasons import NoReward, likely_reason
 from tandem.runs.verdict import t_quantile
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec

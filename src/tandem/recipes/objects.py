@@ -59,7 +59,7 @@ def with_objects(spec: AnySpec, objects: Objects) -> RunSpec:
     elif isinstance(spec, str | Path):
         raw, where = read_toml(spec), Path(spec).parent
     else:
-        raw = spec.model_dump(mode="json", exclude_none=True)
+        raw = spec.as_written()
     for argument, (name, _) in named.items():
         _put(raw, argument, name)
     checked = parse_spec(raw)

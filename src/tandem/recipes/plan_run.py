@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.build import training
+from tandem.build.this_machine import vllm_installed
 from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.ops import release_host_memory
 from tandem.protocols import Environment
 from tandem.recipes.data_lengths import read_lengths
 from tandem.runs.planner import plan as plans
-from tandem.runs.planner.calibration import known, ram_gib
+from tandem.runs.planner.calibration import card_named, gpus_here, machine, ram_gib
 from tandem.runs.planner.model_shape import NoPlan
-from tandem.runs.planner.plan import Plan
+from tandem.runs.planner.plan import Plan, kind_of
 from tandem.runs.run import Run
+from tandem.spec.hardware import Hardware, choose
 from tandem.spec.load import AnySpec, as_spec
 from tandem.spec.run import RunSpec
 
@@ -36,10 +39,15 @@ def plan_run(
     """Return the plan of a run, after measuring its rows or prompts unless `prompt_tokens` or `row_tokens` is given.
     `plan_run` in runs/planner/plan.py explains the other arguments."""
     spec = as_spec(spec)
+    gpu, here_gib, unknown = (gpu, 0.0, "") if gpu else _this_card(spec)
+    memory_gib = memory_gib or here_gib
+    target = machine(gpu, memory_gib)
+    there = Hardware("cuda" if target.on_gpu else "cpu", target.kind, target.memory_gib, vllm=vllm_installed())
+    spec, chosen = choose(spec, there)
     lengths_given = prompt_tokens or row_tokens
-    return plans.plan_run(
+    planned = plans.plan_run(
         spec,
-        gpu=gpu,
+        gpu=target.kind,
         prices=Path(prices) if prices else None,
         memory_gib=memory_gib,
         prompt_tokens=prompt_tokens,
@@ -47,6 +55,21 @@ def plan_run(
         answer_tokens=answer_tokens,
         lengths=None if lengths_given else read_lengths(spec, environment, in_a_run=in_a_run),
     )
+    return replace(planned, chosen=chosen, assumed=[*planned.assumed, *([unknown] if unknown else [])])
+
+
+def _this_card(spec: RunSpec) -> tuple[str, float, str]:
+    """Return the card to plan for where none was named, its GiB if it is here, and a line if its figures are another's.
+    Without a GPU here, what the spec says."""
+    kind = kind_of(spec)
+    if kind == "cpu" or spec.profile != "auto" or not (here := gpus_here()):
+        return kind, 0.0, ""
+    name, gib, _ = here[0]
+    return (card, gib, "") if (card := card_named(name)) else (kind, gib, _unknown(name, kind))
+
+
+def _unknown(name: str, kind: str) -> str:
+    return f"'{name}' is not in cards.toml: its memory is known, and the seconds are those of '{kind}'"
 
 
 def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -> Plan | None:
@@ -54,6 +77,8 @@ def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -
     with any number of tokens per step. If only the largest micro-batch would not fit, report it (refuse it under
     `strict`)."""
     kind, total_gib, free_gib = live_memory(spec)
+    if kind != "cpu" and not card_named(name := _card_name(spec)):
+        run.warn(f"the plan: {_unknown(name, kind)}")
     try:
         plan = plan_run(spec, gpu=kind, memory_gib=total_gib, environment=environment, in_a_run=True)
     except NoPlan as error:
@@ -81,8 +106,13 @@ def live_memory(spec: RunSpec) -> tuple[str, float, float]:
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
-    name = torch.cuda.get_device_name(device).lower()
-    return next((kind for kind in known() if kind in name), "h200"), total / _GIB, free / _GIB
+    return card_named(_card_name(spec)) or "h200", total / _GIB, free / _GIB
+
+
+def _card_name(spec: RunSpec) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(training.pick_device(spec.device))
 
 
 def _way_out(plan: Plan) -> str:

@@ -25,7 +25,8 @@ from tandem.recipes.supervised_steps import checked_rows, due, recordings_of, sa
 from tandem.rollout.deadlines import why_not
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
-from tandem.rollout.no_reward import NoReward, RewardWatch, likely_reason
+from tandem.rollout.no_reward import RewardWatch
+from tandem.rollout.reward_reasons import NoReward, likely_reason
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.eval_files import StoredEval, played_as, store_eval
 from tandem.runs.run import Run
@@ -306,7 +307,8 @@ class RlRun:
             self.run.view.say(f"   {found.none_scored}")
             tasks = {task.id: task for task in self.eval_tasks}
             played = [(tasks[each.task_id], each) for each in found.played if each.task_id in tasks]
-            if why := likely_reason(played, max_tokens=self.spec.eval.max_tokens or self.spec.train.max_tokens):
+            why = likely_reason(played, max_tokens=self.spec.eval.max_tokens or self.spec.train.max_tokens)
+            if why is not None and why.kind != "difficulty":  # which is said of siblings only, since they tell more
                 self.run.view.say(f"   likely {why.kind}: {why.text}")
 
     async def _play_held_out(self, version: int, name: str) -> Evaluation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tandem.build.this_machine import this_machine
 from tandem.errors import DataError, RunError, SpecError
 from tandem.io import atomic_write
 from tandem.obs.live_view import LiveView, OutlivedConsole
@@ -19,6 +19,7 @@ from tandem.obs.run_history import read_status
 from tandem.recipes import resume, run
 from tandem.runs.run import Run
 from tandem.runs.sweep import SeedResult, Sweep, conclusion, read_seed, summarise, table
+from tandem.spec.hardware import choices_text, choose
 from tandem.spec.load import AnySpec, as_spec, parse_spec, to_toml
 from tandem.spec.run import RunSpec
 
@@ -43,7 +44,10 @@ def sweep(
     spec = as_spec(spec)
     directory = Path(directory) if directory else Run.new_directory(Path(root), f"{spec.name}-sweep")
     console = console or OutlivedConsole(highlight=False)
-    specs = {seed: parse_spec(tomllib.loads(to_toml(spec)) | {"seed": seed}).in_place() for seed in seeds}
+    spec, chosen = choose(spec, this_machine(spec.device))
+    for line in choices_text(chosen):
+        console.print(line, markup=False)
+    specs = {seed: parse_spec(spec.as_written() | {"seed": seed}).in_place() for seed in seeds}
     # Before the first run, so that a directory of another spec is refused at once.
     done = {seed: _succeeded(directory / f"seed-{seed}", specs[seed]) for seed in seeds}
     results: list[SeedResult] = []

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.runs.planner.calibration import ram_gib
+from tandem.runs.planner.calibration import gpus_here, ram_gib
 
 State = Literal["ok", "lack", "broken"]
 _VLLM = Path(".tandem/vllm/bin/python")
@@ -111,17 +111,15 @@ def _gpus() -> list[DoctorFinding]:
                 "gpus", "lack", "none", "small presets train on the CPU; for larger models, use a machine with a GPU"
             )
         ]
-    told = _ask(["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"], 30)
-    if not told:
+    if not (found := gpus_here()):
         return [DoctorFinding("gpus", "lack", "nvidia-smi does not answer", "check the driver with nvidia-smi")]
-    return [_gpu(number, line) for number, line in enumerate(told.splitlines())]
+    return [_gpu(number, *each) for number, each in enumerate(found)]
 
 
-def _gpu(number: int, line: str) -> DoctorFinding:
-    name, total, free = (part.strip() for part in line.split(","))
-    taken = int(free) < 0.9 * int(total)
+def _gpu(number: int, name: str, total_gib: float, free_gib: float) -> DoctorFinding:
+    taken = free_gib < 0.9 * total_gib
     step = "another process uses its memory: nvidia-smi shows which" if taken else ""
-    found = f"{name}, {int(total) / 1024:.0f} GiB, {int(free) / 1024:.0f} free"
+    found = f"{name}, {total_gib:.0f} GiB, {free_gib:.0f} free"
     return DoctorFinding(f"gpu {number}", "lack" if taken else "ok", found, step)
 
 

@@ -12,22 +12,21 @@ import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from tandem.errors import SpecError
+from tandem.runs.planner.calibration import cards
 from tandem.spec.bridges import on_one_gpu
+from tandem.spec.hardware import micro_tokens
 from tandem.spec.load import parse_spec
 from tandem.spec.presets import SIZES
 
 Goal: TypeAlias = Literal["rewards", "imitate", "prefer"]
 """rewards: RL on an environment. imitate: SFT on conversations. prefer: DPO on pairs of answers."""
 
-GPUS: Mapping[str, float] = {
-    "none": 0.0, "8": 8.0, "12": 12.0, "16": 16.0, "24": 24.0, "32": 32.0, "48": 48.0, "80": 80.0, "h100": 80.0,
-    "h200": 140.0,
-}  # fmt: skip
-"""Answers to the third question, with GiB of memory."""
+_GIB = ("8", "12", "16", "24", "32", "48", "80")
 
 _MEASURED_B = 0.135  # billions of parameters of the model whose rates were measured
 _FULL_GIB, _LORA_GIB, _NF4_GIB = 16.0, 2.5, 2.0  # per billion parameters: weights, master bits, gradients, optimizer
@@ -52,6 +51,13 @@ class FirstAnswers:
     """Whether vLLM is installed: the embedded engine is slower and needs nothing."""
 
 
+@cache
+def gpus() -> Mapping[str, float]:
+    """Return the answers to the fourth question, with GiB of memory."""
+    known = {name: float(card["memory_gib"]) for name, card in cards().items()}
+    return {"none": 0.0, **{gib: float(gib) for gib in _GIB}, **known}
+
+
 def write_first_spec(answers: FirstAnswers, path: str | Path) -> Path:
     """Write the spec into a new file and return its path."""
     path = Path(path)
@@ -69,8 +75,8 @@ def first_spec(answers: FirstAnswers) -> str:
     """Return the text of a spec, with a comment where a figure was chosen."""
     if answers.goal not in get_args(Goal):
         raise SpecError(f"--goal {answers.goal}: choose {', '.join(get_args(Goal))}")
-    if answers.gpu not in GPUS:
-        raise SpecError(f"--gpu {answers.gpu}: choose GiB of memory or a kind: {', '.join(GPUS)}")
+    if answers.gpu not in gpus():
+        raise SpecError(f"--gpu {answers.gpu}: choose GiB of memory or a card: {', '.join(gpus())}")
     if answers.model in SIZES:
         return _from_scratch(answers)
     size = answers.billions or model_billions(answers.model)
@@ -104,7 +110,7 @@ Way: TypeAlias = Literal["full", "lora", "nf4"]
 
 def _way(answers: FirstAnswers, size: float) -> Way:
     """Return what is trained: the most that fits."""
-    memory = GPUS[answers.gpu]
+    memory = gpus()[answers.gpu]
     if answers.gpu == "none":
         if size > _CPU_LORA_B:
             raise SpecError(
@@ -145,7 +151,7 @@ def rate(goal: Goal, size: float, way: Way) -> float:
 def _head(answers: FirstAnswers, size: float, way: Way) -> str:
     what = {"full": "all weights", "lora": "LoRA", "nf4": "LoRA on a base of 4 bits"}[way]
     recipe = {"rewards": "rl", "imitate": "sft", "prefer": "preference"}[answers.goal]
-    where = "a CPU" if answers.gpu == "none" else f"a GPU of {GPUS[answers.gpu]:g} GiB"
+    where = "a CPU" if answers.gpu == "none" else f"a GPU of {gpus()[answers.gpu]:g} GiB"
     return f'# Written by tandem init: {what} of {size:.3g}B parameters, on {where}.\nrecipe = "{recipe}"'
 
 
@@ -196,10 +202,9 @@ def _rl(answers: FirstAnswers, size: float, way: Way) -> str:
 
 def _micro(answers: FirstAnswers) -> list[str]:
     """Return the most tokens of one pass, where the default is too many for the memory."""
-    memory = GPUS[answers.gpu]
-    if memory >= 80:
+    if (fitting := micro_tokens(gpus()[answers.gpu])) == micro_tokens(math.inf):
         return []
-    return [f"micro_tokens = {2048 if memory < 16 else 4096}           # most tokens in one forward and backward pass"]
+    return [f"micro_tokens = {fitting}           # most tokens in one forward and backward pass"]
 
 
 def _eval(answers: FirstAnswers) -> str:
@@ -274,5 +279,5 @@ def questions() -> list[tuple[str, str, str]]:
         ("goal", "What for? rewards (RL), imitate (SFT on conversations), prefer (DPO on pairs)", "rewards"),
         ("model", f"Which model? A directory, a hub id, or from scratch: {', '.join(SIZES)}", "Qwen/Qwen3-0.6B"),
         ("task", f"Which task? rewards: {known}, gsm8k, module:Class, file.py; otherwise rows.jsonl", "arithmetic"),
-        ("gpu", f"Which GPU? GiB of memory or a kind: {', '.join(GPUS)}", "none"),
+        ("gpu", f"Which GPU? GiB of memory or a card: {', '.join(gpus())}", "none"),
     ]

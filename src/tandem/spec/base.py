@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 
@@ -56,4 +57,32 @@ class Spec(BaseModel):
             elif mark is not None and isinstance(value, tuple | list):
                 names = cast("tuple[str, ...]", value)
                 changed[name] = type(names)(mark.absolute(each) for each in names)
-        return self.model_copy(update=changed)
+        return self.changed(changed)
+
+    def changed(self, values: Mapping[str, object]) -> Self:
+        """Return a copy with those of `values` that differ; a setting that stays as it is still counts as left out."""
+        differ = {name: value for name, value in values.items() if value != getattr(self, name)}
+        return self.model_copy(update=differ) if differ else self
+
+    def left_out(self, setting: str) -> bool:
+        """Return whether the user left out `setting`, as in "model.attention"."""
+        spec: object = self
+        for part in setting.split("."):
+            if not isinstance(spec, Spec) or part not in spec.model_fields_set:
+                return True
+            spec = getattr(spec, part)
+        return False
+
+    def as_written(self) -> dict[str, Any]:
+        """Return the tables without the settings that the user left out."""
+        return _written(self, self.model_dump(mode="json", exclude_none=True))
+
+
+def _written(spec: Spec, dumped: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, value in dumped.items():
+        inner, annotation = getattr(spec, name), type(spec).model_fields[name].annotation
+        is_tag = get_origin(annotation) is Literal and len(get_args(annotation)) == 1
+        if name in spec.model_fields_set or is_tag:
+            kept[name] = _written(inner, value) if isinstance(inner, Spec) else value
+    return kept

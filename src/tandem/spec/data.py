@@ -106,4 +106,4 @@ def beside(path: str, directory: Path) -> str:
 def data_beside(data: FileData | DatasetData, directory: Path) -> FileData | DatasetData:
     """Return a copy with the absolute paths of what lies beside the spec's file, in `directory`."""
     fields = ("path", "eval_path") if isinstance(data, FileData) else ("name",)
-    return data.model_copy(update={name: beside(getattr(data, name), directory) for name in fields})
+    return data.changed({name: beside(getattr(data, name), directory) for name in fields})

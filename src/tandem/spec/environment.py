@@ -97,7 +97,7 @@ class EnvironmentSpec(Spec):
 
     def beside(self, directory: Path) -> Self:
         """Return a copy in which the files that `prompts` names have absolute paths, if they are in `directory`."""
-        return self.model_copy(update={"params": _params_beside(self.name, self.params, directory)})
+        return self.changed({"params": _params_beside(self.name, self.params, directory)})
 
 
 def _reward_names(params: Mapping[str, Any]) -> set[str]:

@@ -47,12 +47,12 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 def _data_beside(spec: RunSpec, directory: Path) -> RunSpec:
     """Return the spec with the absolute paths of data that lies beside its file, in `directory`."""
     if not isinstance(spec, RlSpec):
-        return spec.model_copy(update={"data": data_beside(spec.data, directory)})
+        return spec.changed({"data": data_beside(spec.data, directory)})
     if spec.warmup is not None and not isinstance(spec.warmup.data, Demonstrations):
-        warmup = spec.warmup.model_copy(update={"data": data_beside(spec.warmup.data, directory)})
-        spec = spec.model_copy(update={"warmup": warmup})
+        warmup = spec.warmup.changed({"data": data_beside(spec.warmup.data, directory)})
+        spec = spec.changed({"warmup": warmup})
     if spec.environment is not None:
-        spec = spec.model_copy(update={"environment": spec.environment.beside(directory)})
+        spec = spec.changed({"environment": spec.environment.beside(directory)})
     return spec
 
 

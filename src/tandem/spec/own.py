@@ -112,7 +112,7 @@ def beside(spec: S, directory: Path) -> S:
                 changed[field] = type(names)(_found(each, directory) for each in names)
             else:
                 changed[field] = _found(value, directory)
-    return spec.model_copy(update=changed)
+    return spec.changed(changed)
 
 
 def _is_marked(kind: type[Spec], field: str) -> bool:

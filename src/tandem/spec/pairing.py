@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
+from tandem.spec.bridges import ADAPTER_BROADCAST, BROADCAST, INPROC, SHARED, BridgeTraits
 from tandem.spec.engine import EngineSpec, HfEngineSpec, RemoteEngineSpec, VllmEngineSpec
 from tandem.spec.model import ModelSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import Stage
 
-_VLLM_RANK = 512
+VLLM_RANK = 512
+_COUNTS = ("replicas", "tensor_parallel")
+
+
+def usual_bridge(tables: Mapping[str, Any]) -> BridgeTraits:
+    """Return the bridge of a spec that names none: the fastest one to its engine. An engine that was started outside of
+    the run gets none (inproc, which is then refused), because where it runs is unknown."""
+
+    def table(name: str) -> Mapping[str, Any]:
+        found = tables.get(name)
+        return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+
+    engine = table("engine")
+    if engine.get("kind") not in ("server", "vllm") or engine.get("url"):
+        return INPROC
+    if "lora" in table("model"):
+        return ADAPTER_BROADCAST
+    apart = engine.get("gpus", (0,)) not in ([], [0], (), (0,)) or table("rollouts").get("kind") == "atropos"
+    several = table("parallel").get("ranks", 1) != 1 or any(engine.get(name, 1) != 1 for name in _COUNTS)
+    released = any(table(stage).get("gradient_release") for stage in ("train", "warmup"))
+    return BROADCAST if apart or several or released or table("precision").get("master") == "none" else SHARED
 
 
 def check_sync(
@@ -37,9 +59,9 @@ def check_sync(
                 f"engine.gpus = {list(engine.gpus)}: tensor_parallel = {each} and replicas = {engine.replicas} need "
                 f"{together} different GPUs, or {each} that all replicas share"
             )
-    if isinstance(engine, VllmEngineSpec) and model.lora is not None and model.lora.rank > _VLLM_RANK:
+    if isinstance(engine, VllmEngineSpec) and model.lora is not None and model.lora.rank > VLLM_RANK:
         raise ValueError(
-            f"model.lora.rank = {model.lora.rank}: vLLM serves adapters of rank {_VLLM_RANK} at most; choose less, or "
+            f"model.lora.rank = {model.lora.rank}: vLLM serves adapters of rank {VLLM_RANK} at most; choose less, or "
             "engine.kind = 'server'"
         )
 

@@ -16,4 +16,4 @@ def on_ranks(spec: RunSpec, ranks: int, hosts: int = 0, *, goes_on: bool = True)
     if goes_on and not shares and spec.parallel.ranks > 1:
         shares = max(spec.parallel.ranks, ranks)
     parallel = {**spec.parallel.model_dump(), "ranks": ranks, "hosts": hosts, "shares": shares}
-    return parse_spec({**spec.model_dump(mode="json", exclude_none=True), "parallel": parallel})
+    return parse_spec({**spec.as_written(), "parallel": parallel})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec, uses_reference
 from tandem.spec.artifacts import ArtifactsSpec
@@ -17,7 +17,7 @@ from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.own import OwnAlgorithmSpec, OwnName, as_own, check_recorded
-from tandem.spec.pairing import check_sync
+from tandem.spec.pairing import check_sync, usual_bridge
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage, RewardModelSpec
@@ -37,6 +37,9 @@ class _RunSpecBase(Spec):
     """Seed of random weights, data order, tasks and sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the trainer; auto: a GPU if there is one."""
+    profile: Literal["auto", "laptop", "24gb", "80gb"] = "auto"
+    """The machine for which settings that are left out are chosen. auto: this one. laptop: a CPU. 24gb, 80gb: a GPU of
+    that many GiB. docs/defaults.md lists what is chosen."""
     deterministic: bool = True
     """The same spec and seed give the same bytes; docs/concepts.md says what that costs."""
     strict: bool = False
@@ -111,19 +114,26 @@ class RlSpec(_RunSpecBase):
         """Return the stages that take optimizer steps, by name, in order."""
         return {"train": self.train} if self.warmup is None else {"warmup": self.warmup, "train": self.train}
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _kinds_left_out(cls, raw: Any) -> Any:
-        """Set the default kind in tables that name none."""
+    def _kinds_left_out(cls, raw: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Set the kinds that the tables leave out, and remember that they were left out."""
         if not isinstance(raw, dict):
-            return raw
-        tables = cast("dict[str, Any]", raw)
+            return handler(raw)
+        written = tables = cast("dict[str, Any]", raw)
         if isinstance(tables.get("environment"), list):
             tables = {**tables, "environment": mixed(tables["environment"])}
-        for table, key, kind in (("engine", "kind", "hf"), ("sync", "bridge", DEFAULT_SYNC.bridge)):
-            if isinstance(tables.get(table), dict):
-                tables = {**tables, table: {key: kind, **tables[table]}}
-        return _workers_left_out(tables)
+        if isinstance(tables.get("engine"), dict):
+            tables = {**tables, "engine": {"kind": "hf", **tables["engine"]}}
+        if isinstance(sync := tables.get("sync", {}), dict):
+            tables = {**tables, "sync": {"bridge": usual_bridge(tables).name, **sync}}
+        spec = handler(_workers_left_out(tables))
+        for table, tag in (("engine", "kind"), ("sync", "bridge")):
+            if table not in written:
+                spec.model_fields_set.discard(table)
+            elif isinstance(written[table], dict) and tag not in written[table]:
+                getattr(spec, table).model_fields_set.discard(tag)
+        return spec
 
     @model_validator(mode="after")
     def _fits_together(self) -> RlSpec:

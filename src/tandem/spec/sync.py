@@ -17,7 +17,7 @@ class _Sync(Spec):
     every: int = Field(default=1, ge=1)
     """Publish after every so many steps; at most train.max_lag + 1."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Seconds within which both ends must connect and the version must be proven."""
+    """Seconds within which both ends must connect and the weights arrive; each prompt that proves them has as many."""
     retries: int = Field(default=2, ge=0)
     """How often a lost engine may be attached again while one version is published."""
 

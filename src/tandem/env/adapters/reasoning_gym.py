@@ -55,8 +55,11 @@ class ReasoningGym:
 
     def tasks(self, split: str) -> Sequence[Task]:
         numbered = enumerate(self._entries.items())
-        chosen = [(number, question) for number, (question, _) in numbered if in_split(split, question)]
-        return [self._task(f"{self.id}-{number}", question) for number, question in chosen]
+        return [
+            self._task(f"{self.id}-{number}", question, entry["answer"])
+            for number, (question, entry) in numbered
+            if in_split(split, question)
+        ]
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
         reply = await chat.reply()
@@ -65,9 +68,9 @@ class ReasoningGym:
         score = float(self._data.score_answer(answer=said, entry=self._entries[task.payload["question"]]))
         return Outcome(score, {"correct": float(score >= 1.0), "score": score, "marked": float(bool(marked))})
 
-    def _task(self, task_id: str, question: str) -> Task:
+    def _task(self, task_id: str, question: str, answer: object) -> Task:
         asked = f"{question}\n\n{self.instruction}" if self.instruction else question
-        return Task(task_id, ({"role": "user", "content": asked},), {"question": question})
+        return Task(task_id, ({"role": "user", "content": asked},), {"question": question, "answer": answer})
 
     def _made(self) -> Any:
         name = f"environment.name = 'reasoning_gym:{self.id}'"

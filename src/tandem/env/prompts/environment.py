@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from tandem.data.load import DataSplit
 from tandem.env.builtin.split import SPLITS
+from tandem.env.expected import Expected
 from tandem.env.prompts.prompt_rows import PromptRow, data_spec, load_prompts
 from tandem.env.prompts.reward_functions import Answer, Reward, load_rewards, total
 from tandem.errors import SpecError
@@ -56,7 +57,13 @@ class Prompts:
         if split not in SPLITS:
             raise SpecError(f"split = '{split}': an environment has {' and '.join(map(repr, SPLITS))}")
         rows = self._rows.train if split == "train" else self._rows.held_out
-        return [Task(f"{split}-{row.row}", row.messages, {"row": row}) for row in rows]
+        read = (
+            tuple(name for name in rows[0].columns if any(name in each.reads for each in self._rewards)) if rows else ()
+        )
+        return [
+            Task(f"{split}-{row.row}", row.messages, {"row": row, "expected": Expected(row.columns, read)})
+            for row in rows
+        ]
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
         reply = await chat.reply()

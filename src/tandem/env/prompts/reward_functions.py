@@ -54,6 +54,12 @@ class Reward:
     says_correct: bool = False
     """Whether its value, 0 or 1, says that an answer is right."""
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the names that the function asks for, columns among them."""
+        needs = ready_rewards.needs_of(self.function)
+        return needs or tuple(name for name in _parameters(self.function) if name not in _BY_NAME)
+
     async def value(self, answer: Answer) -> float | None:
         """Return the reward of one answer; None where the function says that it does not apply. EpisodeFailed names
         function, row and answer."""

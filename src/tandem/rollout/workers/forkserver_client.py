@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from tandem.env.expected import Expected
 from tandem.env.worker_messages import FROM_LOADER, Demonstrated, LoadedMessage, RefusedMessage, Tasks
 from tandem.errors import EnvironmentFailed, SpecError
 from tandem.io import json_frames, leash
@@ -47,6 +48,11 @@ class Order:
     memory_bytes: int = 8 * 2**30
     pass_env: Sequence[str] = ()
     """Names of more environment variables to pass on."""
+
+
+def place_of(task: Task) -> dict[str, Any]:
+    """Return where a worker finds the task."""
+    return {"split": task.payload["split"], "index": task.payload["index"]}
 
 
 class ForkServerClient:
@@ -94,7 +100,8 @@ class ForkServerClient:
             json_frames.send(self.control, {"op": "kill", "worker": number, "why": why})
 
     def tasks(self, split: str) -> list[Task]:
-        """Return the tasks of a split. `payload` holds a task's split and index instead of its own payload."""
+        """Return the tasks of a split. `payload` holds a task's split and index instead of its own payload, and what
+        its answer is compared with."""
         worker = self._ask_worker({"op": "tasks", "split": split})
         found: list[Task] = []
         more = True
@@ -103,12 +110,14 @@ class ForkServerClient:
             more = page.more
             for task in page.tasks:
                 where = {"split": split, "index": len(found)}
-                found.append(Task(task.id, tuple(message.plain() for message in task.messages), where))
+                expected = Expected(task.expected.columns, tuple(task.expected.read))
+                messages = tuple(message.plain() for message in task.messages)
+                found.append(Task(task.id, messages, {**where, "expected": expected}))
         return found
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """Return a demonstration; `rng` advances as if the environment had run in this process."""
-        worker = self._ask_worker({"op": "demonstrate", **task.payload, "id": task.id, "state": rng.getstate()})
+        worker = self._ask_worker({"op": "demonstrate", **place_of(task), "id": task.id, "state": rng.getstate()})
         shown = self._receive(worker, Demonstrated, f"demonstrate(task '{task.id}')")
         try:
             version, state, gauss = shown.state

@@ -26,7 +26,7 @@ from tandem.env.worker_messages import ENDED, FROM_EPISODE, AskJudge, AskReply, 
 from tandem.errors import EngineError, EnvironmentFailed, EpisodeFailed, TemplateError
 from tandem.io import json_frames
 from tandem.protocols import Chat, Reply, TimedChat
-from tandem.rollout.workers.forkserver_client import ForkServerClient, Order
+from tandem.rollout.workers.forkserver_client import ForkServerClient, Order, place_of
 from tandem.types import Message, Outcome, Task
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class _PoolWorker:
         """`given`: the episode's first reply, if it was asked for already."""
         self.playing = True
         first = {} if given is None else {"given": _told(given)}
-        self._send({"op": "play", "id": task.id, **task.payload, **first})
+        self._send({"op": "play", "id": task.id, **place_of(task), **first})
         asked: dict[int, asyncio.Task[None]] = {}
         engine_failure: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:

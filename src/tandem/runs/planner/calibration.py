@@ -1,7 +1,8 @@
-"""What is known of a kind of GPU by measuring, and what it costs: two tables beside this file."""
+"""What is known of a card by its data sheet and by measuring, and what it costs: three tables beside this file."""
 
 from __future__ import annotations
 
+import subprocess
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from tandem.errors import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One GPU, or a CPU with its RAM. runs/planner/calibration.toml says what each number is, and where it is from."""
+    """One GPU, or a CPU with its RAM. cards.toml and calibration.toml say what each number is, and where it is from."""
 
     kind: str
     memory_gib: float
@@ -54,24 +55,71 @@ class Machine:
         return self.kind != "cpu"
 
 
+_MEASURED = "h200"
+"""The card whose constants were measured; those of the others are scaled from them."""
+_BY_FLOPS = ("train_flops", "attention_flops", "prefill_flops")
+_BY_BANDWIDTH = ("passed_gb_s", "compiled_passed_gb_s", "updated_at_once_per_s")
+
+
 def machine(kind: str, memory_gib: float = 0.0) -> Machine:
-    """`memory_gib`: of the very one, where that is known."""
+    """`kind`: cpu, or a card by its name in cards.toml or as nvidia-smi prints it. `memory_gib`: of the very one, where
+    that is known."""
+    kind = kind if kind == "cpu" else card_named(kind) or kind
+    if kind not in known():
+        raise SpecError(f"--gpu {kind}: no figures of it; known are {', '.join(known())}")
     table = _read(Path(__file__).with_name("calibration.toml"))
-    if kind not in table:
-        raise SpecError(f"--gpu {kind}: no figures of it; known are {', '.join(sorted(table))}")
-    found = dict(table[kind])
+    found = dict(table["cpu"] if kind == "cpu" else _scaled(table[_MEASURED], cards()[kind], cards()[_MEASURED]))
+    if kind not in ("cpu", _MEASURED):
+        found["source"] = "the H200's, scaled by the TFLOP/s and the bandwidth of the data sheet: not measured"
     found["memory_gib"] = memory_gib or found["memory_gib"] or ram_gib()[0]
     found["sync"] = {name: (float(pair[0]), float(pair[1])) for name, pair in found["sync"].items()}
     return Machine(kind=kind, **{each.name: found[each.name] for each in fields(Machine) if each.name != "kind"})
 
 
+def _scaled(measured: dict[str, Any], card: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    flops, bandwidth = (card[name] / base[name] for name in ("bf16_tflops", "bandwidth_gb_s"))
+    by = dict.fromkeys(_BY_FLOPS, flops) | dict.fromkeys(_BY_BANDWIDTH, bandwidth)
+    return {
+        **{name: value * by[name] if name in by else value for name, value in measured.items()},
+        "memory_gib": card["memory_gib"],
+        "bandwidth_gb_s": card["bandwidth_gb_s"],
+        "link_gb_s": card.get("link_gb_s", 0.0),  # 0: not calibrated
+    }
+
+
+def cards() -> dict[str, dict[str, Any]]:
+    """Return the cards of cards.toml by name."""
+    return _read(Path(__file__).with_name("cards.toml"))
+
+
+def card_named(text: str) -> str:
+    """Return the card with this name, or with this name of nvidia-smi; empty if none has it."""
+    wanted = text.lower().removeprefix("nvidia ")
+    found = (key for key, card in cards().items() if wanted in (key, *map(str.lower, card["names"])))
+    return next(found, "")
+
+
 def known() -> list[str]:
-    return sorted(_read(Path(__file__).with_name("calibration.toml")))
+    return [*cards(), "cpu"]
 
 
-def usd_per_hour(kind: str, prices: Path | None = None) -> float:
+def gpus_here() -> list[tuple[str, float, float]]:
+    """Return name, total and free GiB of each GPU of this machine, as nvidia-smi tells them; none if it tells none."""
+    command = ("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        rows = [[part.strip() for part in line.split(",")] for line in told.splitlines()]
+        return [(name, int(total) / 1024, int(free) / 1024) for name, total, free in rows]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def usd_per_hour(kind: str, prices: Path | None = None) -> float | None:
+    """Return the price of a card; None if the table has none."""
     path = prices or Path(__file__).with_name("prices.toml")
-    price = _read(path).get(kind, 0.0)
+    price = _read(path).get(kind)
+    if price is None:
+        return None
     if not isinstance(price, int | float) or isinstance(price, bool) or price < 0:
         raise SpecError(f"{path}: {kind} = {price!r}: a price is a number of dollars an hour")
     return float(price)

@@ -29,12 +29,14 @@ from tandem.runs.planner.rank_share import Rank
 from tandem.runs.planner.step_time import Times, times
 from tandem.runs.planner.workload import Work, work_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.hardware import Choice
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.spec.ranks import on_ranks
 from tandem.spec.run import RlSpec, RunSpec
 
+_OF_PROFILE = {"laptop": "cpu", "24gb": "4090", "80gb": "h100"}
 MOST_RANKS = 8
 """That a plan tries; more are on several hosts, whose link slows them down."""
 _OF_EVERY_RANK = ("activations", "logits", "gathered", "in reduction", "engine", "in flight", "process", "freed")
@@ -76,15 +78,23 @@ class Plan:
     bridge: str
     why_bridge: str
     times: Times
-    usd: float
+    usd: float | None
+    """None: the price of the card is not known."""
     changes: Sequence[str]
     """Settings that help if it does not fit, each with its effect."""
     faster: Sequence[str]
     """Settings that leave less of what is there unused."""
     assumed: Sequence[str]
+    chosen: Sequence[Choice] = ()
+    """Settings that the spec leaves out, as chosen for this machine."""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "step_s": self.times.step_s}
+
+
+def kind_of(spec: RunSpec) -> str:
+    """Return the kind of machine that a spec is planned for if none is named."""
+    return "cpu" if spec.device == "cpu" else _OF_PROFILE.get(spec.profile, "h200")
 
 
 def plan_run(
@@ -98,10 +108,10 @@ def plan_run(
     answer_tokens: float = 0.0,
     lengths: Lengths | None = None,
 ) -> Plan:
-    """`gpu`: h200, h100 or cpu; left out, what `device` of the spec says, and a h200 where it leaves the choice. NoPlan
-    for a model whose layers are not known here."""
-    kind = gpu or ("cpu" if spec.device == "cpu" else "h200")
-    target = machine(kind, memory_gib)
+    """`gpu`: a card of cards.toml, or cpu; left out, what `device` and `profile` of the spec say, and an h200 if they
+    leave the choice. NoPlan for a model whose layers are not known here."""
+    target = machine(gpu or kind_of(spec), memory_gib)
+    kind = target.kind
     shape = read_shape(spec.model)
 
     def work_on(spec: RunSpec) -> Work:
@@ -117,7 +127,7 @@ def plan_run(
     peak = needed_gib(spec, shape, work, target)
     took = times(spec, shape, work, target)
     bridge, why = _bridge(spec)
-    fits = peak <= target.limit_gib
+    fits, price = peak <= target.limit_gib, usd_per_hour(kind, prices)
     enough, why_none = ({}, "") if fits or not target.on_gpu else _enough_ranks(spec, shape, work_on, target)
     return Plan(
         gpu=kind,
@@ -141,7 +151,7 @@ def plan_run(
         bridge=bridge,
         why_bridge=why,
         times=took,
-        usd=took.steps_s / 3600 * usd_per_hour(kind, prices) * _gpus(spec),
+        usd=None if price is None else took.steps_s / 3600 * price * _gpus(spec),
         changes=[] if fits else _changes(spec, shape, work, target),
         faster=_faster(spec, shape, work, target) if fits else [],
         assumed=[*work.assumed, *_of_links(spec, target), f"constants of '{kind}': {target.source}"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.runs.planner.plan import MOST_RANKS, Plan
+from tandem.spec.hardware import choices_text
 
 _SHOWN = 8
 """Ranks whose memory is told."""
@@ -15,6 +16,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.limit_gib:.1f} may be used; {'a rank' if each else 'the run'} needs {plan.peak_gib:.2f} GiB: "
         f"{'it fits' if plan.fits else 'it does NOT fit'}",
         *_ranks(plan),
+        *choices_text(plan.chosen),
         "",
         "parameters   " + ", ".join(f"{name} {count:,}" for name, count in plan.parameters.items() if count),
         f"bridge       {plan.bridge}: {plan.why_bridge}",
@@ -35,7 +37,7 @@ def plan_text(plan: Plan) -> str:
         f"a step       {took.step_s:.2f} s: rollouts {took.rollout_s:.2f}, training {took.train_s:.2f}"
         f"{f', of which between ranks {_seconds(took.ranks_s)}' * (plan.ranks > 1)}, sync {_seconds(took.sync_s)}; "
         f"{took.tokens_per_s:,.0f} tokens/s",
-        f"all steps    {took.steps_s / 60:.1f} min, {plan.usd:.2f} USD; loading and evaluations come on top",
+        f"all steps    {took.steps_s / 60:.1f} min, {_price(plan)}; loading and evaluations come on top",
     ]
     if took.not_calibrated:
         lines.append(f"             without {' and '.join(took.not_calibrated)}: not calibrated on '{plan.gpu}'")
@@ -60,6 +62,12 @@ def _ranks(plan: Plan) -> list[str]:
             f"GPUs         does not fit on {plan.ranks}, nor on any number up to {MOST_RANKS}: {plan.why_no_ranks}"
         )
     return lines
+
+
+def _price(plan: Plan) -> str:
+    if plan.usd is None:
+        return f"price of '{plan.gpu}' not known (--prices FILE has yours)"
+    return f"{plan.usd:.2f} USD"
 
 
 def _seconds(seconds: float | None) -> str:
