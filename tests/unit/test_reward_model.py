@@ -16,6 +16,7 @@ from tandem.model.reward_head import RewardPolicy, with_reward_head
 from tandem.ops.byte_sizes import shares_never, shares_unmasked
 from tandem.rollout.judge import RewardModelJudge
 from tandem.rollout.recorded_producer import record_pair
+from tandem.spec.hardware import Hardware, choose
 from tandem.spec.load import parse_spec
 from tandem.spec.preference import RewardModelSpec
 from tandem.text.renderer import Renderer
@@ -51,8 +52,8 @@ def theirs(module: Any, ids: list[int], padding: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("shares", [shares_never, shares_unmasked], ids=["alone", "prompts shared"])
 def test_the_loss_and_its_gradient_are_those_of_transformers_scores(module: Any, renderer: Renderer, shares: Any):
     groups = [
-        record_pair(renderer, *([{"role": role, "content": text}] for role, text in zip(ROLES, pair, strict=True)), "t")
-        for pair in PAIRS
+        record_pair(renderer, said("user", prompt), said("assistant", good), said("assistant", bad), "t")
+        for prompt, good, bad in PAIRS
     ]
     policy = RewardPolicy(module, renderer.tokenizer)
     algorithm = reward_model.make(RewardModelSpec(centre_coef=0.1))
@@ -75,7 +76,8 @@ def test_the_loss_and_its_gradient_are_those_of_transformers_scores(module: Any,
     assert mine["score.weight"].abs().max() > 0
 
 
-ROLES = ("user", "assistant", "assistant")
+def said(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
 
 
 def test_the_padding_is_never_the_end_of_a_turn(renderer: Renderer):
@@ -125,6 +127,14 @@ def test_what_does_not_go_is_refused_by_name(case: str):
     spec, said = WRONG[case]
     with pytest.raises(SpecError, match=said):
         parse_spec(spec)
+
+
+def test_on_a_gpu_no_packed_rows_are_chosen_for_it():
+    spec = {**PREFERENCE, "model": {"path": "org/name"}}
+    on_gpu, choices = choose(parse_spec(spec), Hardware("cuda", "NVIDIA H200", 139.8))
+    assert (on_gpu.model.attention, on_gpu.precision.weights) == ("sdpa", "bfloat16")
+    assert any("no lm-head" in each.why for each in choices)
+    assert choose(parse_spec({**spec, "algorithm": {}}), Hardware("cuda"))[0].model.attention == "packed"
 
 
 def test_the_model_of_a_mixed_environment_is_needed_too():
