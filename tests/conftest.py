@@ -47,8 +47,13 @@ SLOW = {
     "http/test_service_start_and_end.py": "services that are ended in the middle of answers",
     "http/test_rollouts_cli.py": "commands against a rollout service of their own",
     "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
+    "control/test_control_command.py": "a control server in a process of its own, killed, and runs on its machine",
     "providers/test_local.py": "jobs on this machine, ended and launched many times",
     "providers/test_ssh.py": "a real sshd, some times killed",
+    "control/test_agent_elsewhere.py": "whole runs over a real sshd and Slurm's daemons",
+    "control/test_agent.py": "whole runs under a control plane, killed on the way",
+    "providers/test_ray.py": "a real Ray cluster, where it is installed",
+    "providers/test_slurm.py": "Slurm's real daemons, some times killed",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""
 TOGETHER = ["tests/parallel"]

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LEARNS = (
     "preference", "orpo", "kto", "own_environment", "own_loss", "own_preference", "rejection_sampling",
-    "multi_turn", "rl_async",
+    "reward_model", "multi_turn", "rl_async",
 )  # fmt: skip
 ELSEWHERE = {
     "quickstart": "tests/learning/test_quickstart.py",
@@ -38,6 +38,7 @@ ELSEWHERE = {
     "ten_lines": "with a tiny model, below",
     "distill": "with its teacher, below",
     "distill_teacher": "below",
+    "reward_model_rl": "with its reward model, below",
     "sweep": "below",
 }
 
@@ -103,6 +104,12 @@ def test_a_table_of_tickets_ends_in_a_served_model_that_sorts_them():
 def test_a_student_learns_from_a_teacher():
     assert trained("distill_teacher", "runs/teacher")["state"] == "succeeded"
     ended = trained("distill", "runs/student")
+    assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
+
+
+def test_rewards_of_a_reward_model_rise():
+    assert trained("reward_model", "runs/polite")["state"] == "succeeded"
+    ended = trained("reward_model_rl", "runs/polite_rl")
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
 
 

@@ -164,5 +164,5 @@ def test_the_command_says_by_its_exit_code_whether_a_seed_failed(tmp_path: Path,
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == [
-        "seed-0", "seed-0-failed-1", "seed-3", "seed-3-failed-1", "sweep.json", "sweep.md",
+        "seed-0", "seed-0-failed-1", "seed-3", "seed-3-failed-1", "sweep.json", "sweep.md", "sweep.svg",
     ]  # fmt: skip
