@@ -94,7 +94,8 @@ def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, group
         return
     for name, command in group.commands.items():
-        yield from commands(command, f"{path} {name}".strip())
+        if not command.hidden:  # such as `tandem agent`, which a control plane starts
+            yield from commands(command, f"{path} {name}".strip())
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))

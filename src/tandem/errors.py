@@ -39,6 +39,7 @@ TandemError
 ├── ArtifactError          an artifact could not be stored, or does not exist
 ├── ProviderError          a provider did not do what it was asked
 │   ├── ProviderRefused    it cannot or may not: nothing was started; says why
+│   │   └── ProviderBusy   it cannot now: ask again later
 │   ├── ProviderSilent     a host or an API did not answer: nothing is known  (also TimeoutError)
 │   └── MaybeLaunched      the answer to a launch was lost: the job may run, or not
 ├── ControlError           a control server refused a request; has its status, code and field
@@ -271,6 +272,10 @@ class ProviderError(TandemError):
 
 class ProviderRefused(ProviderError):
     """A provider cannot or may not do what it was asked. Nothing was started; the text says why."""
+
+
+class ProviderBusy(ProviderRefused):
+    """A provider has no room now. Nothing was started; it may have room later."""
 
 
 class ProviderSilent(ProviderError, TimeoutError):

@@ -208,6 +208,12 @@ def note_handle(session: Session, attempt: AttemptView, handle: Handle) -> None:
     _set_attempt(session, attempt.id, sa.and_(Attempt.state != "closed"), handle=asdict(handle))
 
 
+def wait_for_room(session: Session, run: RunView, attempt: AttemptView, why: str, now: int) -> None:
+    """Write why a job cannot be started yet. The time in which it must have been started begins again."""
+    session.execute(sa.update(_RUNS).where(_RUNS.c.id == run.id, _RUNS.c.rev == run.rev).values(why=why))
+    _set_attempt(session, attempt.id, Attempt.state == "open", at=now)
+
+
 def move(session: Session, run: RunView, state: RunState, why: str, now: int) -> None:
     more: dict[str, Any] = {"ended_at": now} if state in ENDED else {}
     _set_run(session, run.id, run.rev, now, "state", {"state": state, "why": why}, state=state, why=why, **more)
@@ -248,7 +254,7 @@ def close(
 def view_of_run(row: Run, spent_usd: float) -> RunView:
     return RunView(
         row.id, cast("RunState", row.state), cast("Want", row.want), row.rev, row.attempt_n, row.retries,
-        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd,
+        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml,
     )  # fmt: skip
 
 

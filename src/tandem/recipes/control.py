@@ -16,12 +16,13 @@ from tandem.control import queries
 from tandem.control.api.requests import Plane
 from tandem.control.api.service import control_service
 from tandem.control.callers import Callers, all_keys
-from tandem.control.decide import AttemptView
+from tandem.control.decide import AttemptView, RunView
 from tandem.control.mirror import Mirror
 from tandem.control.reconcile import Reconciler
 from tandem.control.store import Store
 from tandem.control.tokens import attempt_secret, attempt_token
 from tandem.errors import SpecError
+from tandem.recipes.run_needs import need_of
 from tandem.recipes.targets import ask_targets
 from tandem.serve.http.httptools_protocol import FastHttp
 from tandem.serve.http.run import Listen, Server
@@ -89,9 +90,10 @@ def _plane(
 
 
 def _loop(store: Store, targets: Mapping[str, AnyTarget], secret: bytes, url: Callable[[], str]) -> Reconciler:
-    def job_of(attempt: AttemptView) -> Job:
+    async def job_of(run: RunView, attempt: AttemptView) -> Job:
+        need = await need_of(run.spec_toml, providers[attempt.target])
         argv = (targets[attempt.target].tandem, "agent", f"{url()}/api/attempts/{attempt.id}")
-        return Job(attempt.name, argv, env={TOKEN_VARIABLE: attempt_token(secret, attempt.id)})
+        return Job(attempt.name, argv, need, env={TOKEN_VARIABLE: attempt_token(secret, attempt.id)})
 
     providers = {name: open_provider(each) for name, each in targets.items()}
     prefix = f"tandem-{hashlib.sha256(secret).hexdigest()[:8]}-"
