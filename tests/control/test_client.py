@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -213,18 +211,6 @@ def test_the_server_is_found_in_the_environment_and_then_in_the_users_file(
     assert find_place({"TANDEM_CONTROL": str(tmp_path)}) == Place("http://here", "t")
     with pytest.raises(SpecError, match="is not a URL"):
         save_place(Place("there", "k"))
-
-
-def test_the_client_and_submit_load_neither_torch_nor_the_server():
-    heavy = {"torch", "transformers", "sqlalchemy", "alembic", "fastapi", "uvicorn", "numpy", "msgspec"}
-    script = (
-        "import sys, tandem.client, tandem.cli.main\n"
-        f"tandem.client.requests.spec_text({SPEC_TABLES!r})\n"
-        "tandem.client.Tandem('http://127.0.0.1:9', 'k').close()\n"
-        f"print(sorted({heavy!r} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_server_behind_a_proxy_answers_to_the_name_in_its_url_as_well(tmp_path: Path):
