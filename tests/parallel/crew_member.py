@@ -1,4 +1,4 @@
-"""One process of a crew: `main`, forked from a process that has imported this module. Rank 0 tells how it ends."""
+"""One process of a crew: `main`, forked from a process that has torch imported. Rank 0 tells how it ends."""
 
 from __future__ import annotations
 

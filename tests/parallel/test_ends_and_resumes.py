@@ -29,7 +29,7 @@ def begin(spec: Path, run: Path, count: int, *options: str) -> subprocess.Popen[
             time.sleep(0.1)
     except BaseException:
         process.kill()
-        process.communicate()
+        print(process.communicate()[0][-3000:])
         raise
     return process
 

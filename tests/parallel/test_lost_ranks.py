@@ -33,7 +33,7 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 def forked() -> Any:
     """Starts processes by fork from one that has torch imported: there are 23 of them, and an import takes a second."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["crew_member"])
+    context.set_forkserver_preload(["tandem.optim.by_owner", "tandem.train.crew"])
     return context
 
 
