@@ -37,6 +37,7 @@ from tandem.cli.remote import cancel, is_run_id, login, logs, pull, resume_remot
 from tandem.cli.rollouts import rollouts_app
 from tandem.cli.runs import compare, env_list, report, runs, watch
 from tandem.cli.samples import samples
+from tandem.cli.sweep import sweep
 from tandem.cli.sync import sync_app
 from tandem.cli.targets import targets
 from tandem.errors import TandemError
@@ -263,26 +264,6 @@ def digest(
 
 
 @app.command()
-def sweep(
-    spec: SpecFile,
-    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Seeds, separated by commas: --seeds 0,1,2")],
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory of the sweep; give it again to resume. Default: a new one.")
-    ] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Train SPEC once per seed and report the combined result. Exit code 1: a seed failed."""
-    from tandem.spec.load import load_spec, parse_seeds
-
-    numbers = parse_seeds(seeds)
-    checked = load_spec(spec, overrides or ())
-    from tandem.recipes.sweep import sweep
-
-    if sweep(checked, numbers, directory).failed:
-        raise typer.Exit(1)
-
-
-@app.command()
 def serve(
     source: Source,
     host: Host = "127.0.0.1",
@@ -362,7 +343,7 @@ def export(
     ] = "",
     gguf: Annotated[
         Literal["", "f32", "f16", "bf16", "q8_0", "q4_1"],
-        typer.Option(help="Write the whole model as one GGUF file of this kind, for llama.cpp. Default: no."),
+        typer.Option(help="Write one GGUF file of this kind, for llama.cpp, and a Modelfile for Ollama. Default: no."),
     ] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
@@ -530,6 +511,7 @@ app.command()(atropos)
 env_app.command("check")(env_check)
 app.command()(init)
 app.command()(samples)
+app.command()(sweep)
 app.command("feedback")(feedback_command)
 for command in (runs, watch, report, compare, login, submit, cancel, logs, pull):
     app.command()(command)
