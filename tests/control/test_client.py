@@ -26,8 +26,10 @@ from tandem.errors import (
     ControlSilent,
     SpecError,
 )
+from tandem.recipes.control import allowed_hosts
 from tandem.serve.http.run import Listen, Server
 from tandem.shapes.runs import FileInfo
+from tandem.spec.load import parse_spec
 
 SPEC_TABLES = {
     "recipe": "rl", "name": "sorts", "model": {"preset": "tiny"}, "environment": {"name": "sort"},
@@ -223,3 +225,20 @@ def test_the_client_and_submit_load_neither_torch_nor_the_server():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_server_behind_a_proxy_answers_to_the_name_in_its_url_as_well(tmp_path: Path):
+    here = Listen(tmp_path)
+    assert allowed_hosts(here, "") == here.hosts
+    assert allowed_hosts(here, "https://Tandem.example.org:8443/") == {*(here.hosts or ()), "tandem.example.org"}
+    assert allowed_hosts(Listen(tmp_path, "0.0.0.0", insecure=True), "https://there") is None
+    with pytest.raises(SpecError, match="--url = 'there': write where machines reach this server"):
+        allowed_hosts(here, "there")
+
+
+def test_a_spec_says_which_of_its_files_another_machine_may_lack(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("class Mine: ...")
+    (tmp_path / "rows.jsonl").write_text("{}")
+    tables: dict[str, Any] = {**SPEC_TABLES, "environment": {"name": f"{tmp_path}/mine.py:Mine"}}
+    assert list(parse_spec(tables).local_files()) == [f"{tmp_path}/mine.py"]
+    assert list(parse_spec(SPEC_TABLES).local_files()) == []

@@ -251,5 +251,7 @@ def test_views_say_what_the_rows_say(rig: Rig):
     rig.open()
     run, attempt = rig.live()
     assert attempt is not None
-    assert replace(run, rev=0) == RunView(rig.run, "starting", "run", attempt_n=1, wanted_at=1_000_000)
+    assert replace(run, rev=0) == RunView(
+        rig.run, "starting", "run", attempt_n=1, wanted_at=1_000_000, spec_toml="recipe = 'rl'"
+    )
     assert (attempt.name, attempt.state, attempt.target) == (f"tandem-x-{rig.run}-1", "open", "box")

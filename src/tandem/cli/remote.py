@@ -245,6 +245,8 @@ def _show_plan(server: Tandem, spec: Any, target: str, max_cost: float) -> None:
         state = "now" if offer.now else f"{'later' if offer.fits else 'never'}: {offer.why_not}"
         typer.echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
         typer.echo(_estimate(spec, offer))
+    if found.kind != "local" and (files := sorted(set(spec.local_files()))):
+        typer.echo(f"The spec names files of this machine; {target} must have them there, too: {', '.join(files)}")
     typer.echo(f"It is stopped before it costs more than {max_cost:g} USD." if max_cost else "It has no cost limit.")
 
 

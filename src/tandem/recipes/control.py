@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tandem.build.targets import AnyTarget, open_provider, read_targets
 from tandem.control import queries
@@ -20,6 +21,7 @@ from tandem.control.mirror import Mirror
 from tandem.control.reconcile import Reconciler
 from tandem.control.store import Store
 from tandem.control.tokens import attempt_secret, attempt_token
+from tandem.errors import SpecError
 from tandem.recipes.run_needs import need_of
 from tandem.recipes.targets import ask_targets
 from tandem.serve.http.httptools_protocol import FastHttp
@@ -52,11 +54,20 @@ def serve_control(listen: Listen, *, database: str = "", targets: str | Path | N
             await asyncio.sleep(0.02)
         await loop.run()
 
-    app = create_app(control_service(plane, run, loop.close), token="", hosts=listen.hosts)
+    app = create_app(control_service(plane, run, loop.close), token="", hosts=allowed_hosts(listen, url))
     gc.collect()
     gc.freeze()
     served.append(Server(app, listen, print, FastHttp))
     served[0].run()
+
+
+def allowed_hosts(listen: Listen, url: str) -> frozenset[str] | None:
+    """Return the Host names to answer to: this machine's own, and that of `url`, which a proxy passes on. None: any."""
+    if listen.hosts is None or not url:
+        return listen.hosts
+    if not (name := urlsplit(url).hostname):
+        raise SpecError(f"--url = '{url}': write where machines reach this server, as in https://tandem.example.org")
+    return listen.hosts | {name}
 
 
 def _plane(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args, get_origin
@@ -43,6 +43,19 @@ class Spec(BaseModel):
         use_attribute_docstrings=True,
         validate_default=True,
     )
+
+    def local_files(self) -> Iterator[str]:
+        """Yield the absolute paths in this spec that exist here: another machine may lack them."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            marked = any(isinstance(each, LocalPath) for each in field.metadata)
+            for each in cast("tuple[object, ...]", value if isinstance(value, tuple | list) else (value,)):
+                if isinstance(each, Spec):
+                    yield from each.local_files()
+                elif marked and isinstance(each, str):
+                    path = each[: each.rfind(".py") + 3] if ".py:" in each else each
+                    if os.path.isabs(path) and os.path.exists(path):
+                        yield path
 
     def in_place(self) -> Self:
         """Return a copy with absolute paths, so that it means the same in any directory."""
