@@ -76,7 +76,7 @@ def test_a_submitted_run_ends_as_the_command_alone_would(control: Control, alone
     assert_mirrored(control, run)
     assert "trainer has begun" in console(control)
     assert json.loads((control.mirror(run) / "status.json").read_text())["state"] == "succeeded"
-    assert (control.mirror(run) / "console").read_bytes() == (attempts(control)[0] / "trainer.log").read_bytes()
+    assert (control.mirror(run) / "console.txt").read_bytes() == (attempts(control)[0] / "trainer.log").read_bytes()
     until(lambda: not control.processes(), 20)
     tokens = [path for path in control.home.rglob("*") if path.is_file() and b"tda_" in path.read_bytes()]
     assert tokens == []

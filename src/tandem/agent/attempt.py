@@ -56,7 +56,7 @@ _CANCEL_S = 4.0
 _PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
 _STATE = "agent.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_CONSOLE = "console"
+_CONSOLE = "console.txt"
 
 State = Literal["succeeded", "failed", "cancelled", "stopped"]
 

@@ -1,4 +1,4 @@
-"""`tandem agent URL`: the agent in a child process, which is started again if it is killed."""
+"""`tandem agent URL`: the agent in a child process, which is started again if it is killed or fails."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from tandem.agent.attempt import Agent
+from tandem.agent.attempt import FENCED, Agent
 from tandem.agent.link import Link
 from tandem.errors import SpecError
 from tandem.shapes.agent import TOKEN_VARIABLE
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 1.0
+_FAILURES = 6
+"""So often in a row an agent may end by an error of its own; the trainer goes on meanwhile."""
 
 
 def attend(url: str) -> int:
@@ -34,7 +37,7 @@ def attend(url: str) -> int:
 
 
 def guard(url: str) -> int:
-    """Run the agent in a child process until it ends by itself; return its exit code. SIGTERM is passed on."""
+    """Run the agent in a child process until it has done its work; return its exit code. SIGTERM is passed on."""
     child: subprocess.Popen[bytes] | None = None
     asked = threading.Event()
 
@@ -45,12 +48,16 @@ def guard(url: str) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
+    failures = 0
     while True:
         child = subprocess.Popen([sys.executable, "-P", "-m", "tandem", "agent", url, "--once"])
         if asked.is_set():
             child.send_signal(signal.SIGTERM)
         code = child.wait()
-        if code >= 0 or (asked.is_set() and code == -signal.SIGTERM):  # SIGTERM before it had a handler
-            return code if code >= 0 else 128 - code
-        _log.warning("the agent was killed by signal %d; it is started again", -code)
-        asked.wait(_WAIT_S)
+        if asked.is_set() and code == -signal.SIGTERM:  # it had no handler yet
+            return 128 + signal.SIGTERM
+        failures = failures + 1 if code > 0 else 0
+        if code in (0, FENCED) or (code > 0 and (asked.is_set() or failures >= _FAILURES)):
+            return code
+        _log.warning("the agent ended with code %d; it is started again", code)
+        time.sleep(_WAIT_S * 2 ** max(0, failures - 1))

@@ -20,10 +20,11 @@ _DEAD = (401, 403, 404, 409, 410)
 class Link:
     """The routes of one attempt. An answer that is none is `None`: send the same request again."""
 
-    def __init__(self, url: str, token: str, *, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, url: str, token: str, *, transport: httpx.BaseTransport | None = None) -> None:
+        """`transport`: in place of the network."""
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self._client = httpx.Client(headers=headers, timeout=timeout_s)
+        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT_S, transport=transport)
         self._silent = False
 
     def ask(self, what: str, body: Asked, kind: type[A]) -> A | None:
@@ -32,6 +33,8 @@ class Link:
             told = self._client.post(f"{self._url}/{what}", content=body.model_dump_json())
         except httpx.TransportError as error:
             return self._nothing(f"{type(error).__name__}: {error}")
+        if told.status_code in _DEAD and not _is_ours(told):
+            return self._nothing(f"{told.status_code}, and not from a control plane: {told.text:.200}")
         if told.status_code in _DEAD:
             raise Fenced(f"the control plane answers {what} with {told.status_code}: {told.text:.300}")
         if told.status_code in (408, 429) or (told.status_code >= 500 and told.status_code != 507):
@@ -54,3 +57,12 @@ class Link:
         if not self._silent:
             _log.warning("no answer from %s, asked again: %s", self._url, why)
         self._silent = True
+
+
+def _is_ours(told: httpx.Response) -> bool:
+    """Return whether an error has the form of Tandem's services; a proxy's page has not."""
+    try:
+        error = told.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return isinstance(error, dict) and "code" in error

@@ -186,7 +186,7 @@ def _goes_on(file: str, known: _Mirrored, stat: os.stat_result, opened: BinaryIO
 
 
 def _grows(file: str) -> bool:
-    return file.endswith(_GROWING) or file == "console"
+    return file.endswith(_GROWING)
 
 
 def _sha_of(opened: BinaryIO, size: int) -> Any:
