@@ -85,6 +85,7 @@ def test_a_rehearsal_says_how_it_differs_from_the_plan_and_leaves_the_run_as_it_
 
 
 def test_a_rehearsal_that_does_not_go_through_ends_the_run_before_it_begins(tmp_path):
+    (tmp_path / "no-python").write_text("no program")  # it exists, and cannot be run
     vllm = {"kind": "vllm", "python": str(tmp_path / "no-python")}
     train = {"steps": 1, "lr": 1e-3, "groups_per_step": 2, "group_size": 2, "max_tokens": 8}
     asked = parse_spec(
