@@ -5,9 +5,9 @@ it says the reason; then it is killed. What it says first counts, also if a late
 eight of the ten are right within 60 s of the first step's begin, or within two steps. Some five minutes on two idle
 cores.
 
-python benchmarks/zero_rewards.py --model DIR [--only NAME] [--json FILE]
+python benchmarks/zero_rewards.py --model DIR [--only NAME] [--more] [--check] [--json FILE]
 
-DIR: as benchmarks/real_model.py writes it.
+DIR: as benchmarks/real_model.py writes it. `--check` asks `tandem env check` instead, which needs no training.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ CAPITALS = {
     "Denmark": "Copenhagen", "Hungary": "Budapest",
     "Chile": "Santiago",
 }  # fmt: skip
+LAST_NAMES = ("Okonkwell", "Tarnavik", "Brunhalt", "Pellisor")
 SPEC = """
 recipe = "rl"
 device = "cpu"
 model = {{ path = "{model}", lora = {{ rank = 8 }} }}
-train = {{ steps = 3, lr = 1e-5, groups_per_step = 8, group_size = 4, max_tokens = {max_tokens} }}
+train = {{ steps = 3, lr = 1e-5, groups_per_step = 8, group_size = 8, max_tokens = {max_tokens} }}
 eval = {{ tasks = 6 }}
 [environment]
 {environment}
@@ -78,9 +79,12 @@ def shifted() -> list[Row]:
     return [{**row, "answer": cities[(number + 5) % len(cities)]} for number, row in enumerate(rows)]
 
 
-def products() -> list[Row]:
-    pairs = [(1237 * number % 9000 + 1013, 2311 * number % 9000 + 1019) for number in range(24)]
-    return [{"question": f"What is {a} * {b}? End with the number.", "answer": a * b} for a, b in pairs]
+def unknowable() -> list[Row]:
+    names = [f"{first} {last}" for first in ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn") for last in LAST_NAMES]
+    return [
+        {"question": f"In which year was the baker {name} born?", "answer": 1203 + 7 * number}
+        for number, name in enumerate(names)
+    ]
 
 
 def no_opening(model: Path) -> None:
@@ -111,7 +115,7 @@ class Capitals:
         ]
 
     async def run(self, task, chat):
-        reply = await chat.reply(stop=["The", "Paris", "Rome", "Madrid", "Tokyo", "Cairo", "Lima"])
+        reply = await chat.reply(stop=[*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"])
         return Outcome(float(task.payload["city"] in reply.text))
 """
 
@@ -132,7 +136,7 @@ PLANTS = {
         'def score(reply, row):\n    return row["anwser"] in reply\n',
     ),
     "wrong key": Plant(["answer key"], shifted(), HOLDS),
-    "too hard": Plant(["difficulty"], products(), reward='"last_number"'),
+    "too hard": Plant(["difficulty"], unknowable(), reward='"last_number"'),
     "empty": Plant(["empty"], files={"capitals.py": STOPS}, environment='name = "capitals.py"'),
 }
 """The ten of the figure."""
@@ -213,6 +217,18 @@ def run(home: Path) -> Said:
     return found
 
 
+def check(home: Path) -> Said:
+    """Let `tandem env check` say the reason."""
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "tandem", "env", "check", "spec.toml", "--tasks", "5", "--answers", "8", "--json"]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=DEADLINE_S)
+    took_s = time.monotonic() - begun
+    if not done.stdout.startswith("{"):
+        return Said(text=done.stderr[-2000:], whole_s=took_s)
+    row = json.loads(done.stdout)
+    return Said(row["likely"], row["why"], row["seconds"], 0, took_s)
+
+
 def heard(home: Path) -> Said:
     """What the run has said so far: its evaluation, then its first step."""
     printed = (home / "said.txt").read_text(errors="replace") if (home / "said.txt").exists() else ""
@@ -241,6 +257,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--only", choices=[*PLANTS, *MORE], action="append")
     parser.add_argument("--more", action="store_true", help="four more, which the figure does not count")
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     chosen = {**PLANTS, **MORE} if options.more or options.only else PLANTS
@@ -250,7 +267,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as scratch:
             write(Path(scratch), plant, options.model)
-            found[name] = run(Path(scratch))
+            found[name] = (check if options.check else run)(Path(scratch))
         print(f"{name}: {found[name].kind or 'nothing'}: {found[name].text[:600]}\n", flush=True)
 
     def is_right(name: str) -> bool:

@@ -160,6 +160,10 @@ PLANTED = {
     "always 1": ("same reward", Planted(lambda a, b, rng: f"{rng.randrange(99)}", lambda reply, right: 1.0)),
     "endless thought": ("thinking", Planted(lambda a, b, rng: "<think>" + SENTENCES * 2, is_equal)),
     "too hard": ("difficulty", Planted(lambda a, b, rng: f"{a + b + rng.randint(1, 9)}", is_equal)),
+    "half of them cut off": (
+        "parser",
+        Planted(lambda a, b, rng: SENTENCES if rng.random() < 0.6 else f"It is {a + b}.", is_equal),
+    ),
     "loud": (
         "case",
         Planted(lambda a, b, rng: f"It is N{a + b}.", is_equal, row=lambda a, b: Expected({"answer": f"n{a + b}"})),

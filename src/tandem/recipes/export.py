@@ -71,6 +71,8 @@ def export_run(
     as_adapter = spec.model.lora is not None and not merge
     if as_adapter and isinstance(spec.model, PresetModel):
         raise RunError(f"{run_dir}: the adapter's base was made from scratch, so the adapter needs it; add --merge")
+    if gguf and getattr(spec.algorithm, "kind", "") == "reward_model":
+        raise RunError(f"--gguf {gguf}: a reward model has no lm-head, which a GGUF file needs; leave --gguf out")
     source = run_dir / "export" if step is None else _checkpoint(run_dir, step) / "deploy"
     if not source.exists():
         raise RunError(f"{run_dir}: has no export/, because the run did not succeed; {_saved_steps(run_dir)}")

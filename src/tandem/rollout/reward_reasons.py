@@ -21,6 +21,7 @@ from tandem.types import Task, Trajectory
 _OFTEN, _SOMETIMES = 0.5, 0.2  # shares of answers
 _AGREED, _COMMON = 0.6, 0.34  # share of a task's answers that hold a word, and of tasks where that word says nothing
 _FEW_TASKS, _FEW_SIBLINGS = 4, 3
+_FEW_ENDED = 4
 _LONG = 8  # words of an expected answer
 _ENDING = 600  # characters at the end of an answer in which repetitions are looked for
 
@@ -108,11 +109,13 @@ def likely_reason(
     if not samples or len({each.trajectory.reward for each in samples}) > 1:
         return None
     answers = _Answers(samples, max_tokens)
-    checks = (
-        _thinking, _empty, _rewarded, _template, _cut_off, _format, _unseen, _column, _same_answer, _answer_key,
-    )  # fmt: skip
-    for check in checks:
-        if (found := check(answers)) is not None:
+    ended = _Answers([each for each in samples if each.trajectory.status != "truncated"], max_tokens)
+    checks = [(check, answers) for check in (_thinking, _empty, _rewarded, _template)]
+    if len(ended.all) >= _FEW_ENDED:  # an answer that ended tells more than others that were cut off
+        checks += [(check, ended) for check in (_format, _unseen, _column, _answer_key)]
+    checks += [(check, answers) for check in (_cut_off, _format, _unseen, _column, _same_answer, _answer_key)]
+    for check, of in checks:
+        if (found := check(of)) is not None:
             return found
     return NoReward(
         "difficulty",

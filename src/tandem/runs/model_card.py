@@ -51,7 +51,8 @@ def _head(spec: dict[str, Any], kind: str) -> str:
     base = spec["model"].get("path", "")
     if base and not Path(base).is_absolute() and not Path(base).exists():  # do not publish a path of this machine
         lines.append(f"base_model: {json.dumps(base)}")
-    return "\n".join([*lines, "pipeline_tag: text-generation", f"tags: [tandem-rl, {spec['recipe']}]", "---"])
+    task = "text-classification" if spec.get("algorithm", {}).get("kind") == "reward_model" else "text-generation"
+    return "\n".join([*lines, f"pipeline_tag: {task}", f"tags: [tandem-rl, {spec['recipe']}]", "---"])
 
 
 def _table(history: History) -> str:

@@ -20,7 +20,7 @@ from tandem.spec.own import OwnAlgorithmSpec, OwnName, as_own, check_recorded
 from tandem.spec.pairing import check_sync, usual_bridge
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage
+from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage, RewardModelSpec
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.samples import SamplesSpec
 from tandem.spec.sweep import SweepSpec
@@ -291,6 +291,8 @@ class PreferenceSpec(_RunSpecBase):
     def _fits_together(self) -> PreferenceSpec:
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
+        if isinstance(self.algorithm, RewardModelSpec):
+            _check_reward_model(self.model, self.parallel)
         if isinstance(self.algorithm, OwnAlgorithmSpec):
             check_recorded(self.algorithm)
             if not self.algorithm.name:
@@ -304,6 +306,17 @@ def _check_precision(precision: PrecisionSpec, model: ModelSpec) -> None:
             f"precision.master = '{precision.master}': has no effect with [model.lora], whose adapters are "
             "float32; leave master out"
         )
+
+
+def _check_reward_model(model: ModelSpec, parallel: ParallelSpec) -> None:
+    """Raise ValueError for what a model with a score in the place of its lm-head cannot do yet."""
+    kind = "algorithm.kind = 'reward_model'"
+    if model.lora is not None:
+        raise ValueError(f"model.lora: {kind} trains all weights, its head among them; leave [model.lora] out")
+    if model.attention == "packed":
+        raise ValueError(f"model.attention = 'packed': is tried on an lm-head, and {kind} has none; set 'sdpa'")
+    if parallel.num_shares > 1:
+        raise ValueError(f"parallel.shares = {parallel.num_shares}: {kind} trains in one process; leave [parallel] out")
 
 
 def _check_stage(name: str, stage: Stage, model: ModelSpec) -> None:
