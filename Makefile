@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 # The servers that tests/providers starts, from Debian or Ubuntu, as root; without them its tests are skipped.
 install-system:
 	apt-get update -qq
-	apt-get install --yes --no-install-recommends openssh-server openssh-client procps
+	apt-get install --yes --no-install-recommends openssh-server openssh-client procps slurm-wlm munge
 
 quickstart: install
 	$(BIN)/tandem train examples/quickstart.toml --set device=cpu

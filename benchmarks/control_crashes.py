@@ -311,11 +311,15 @@ async def trial(store: Store, seed: int, crash_at: int, plant: str = "") -> Tria
     return Trial(crashes, len(world.jobs) - len({handle.name for handle in world.jobs}), problems)
 
 
+async def job_of(_: RunView, attempt: AttemptView) -> Job:
+    return Job(attempt.name, ("agent",))
+
+
 def _loop(world: World, point: Points, plant: str) -> Reconciler:
     rule = provider_decides if plant == "provider-decides" else decide
     real: Any = CrashingStore(world, point)
     return Reconciler(
-        real, {"world": CrashingProvider(world, point)}, lambda attempt: Job(attempt.name, ("agent",)), prefix=PREFIX,
+        real, {"world": CrashingProvider(world, point)}, job_of, prefix=PREFIX,
         clock=lambda: world.now, decide=rule,
     )  # fmt: skip
 

@@ -124,11 +124,16 @@ def newest(run_dir: Path) -> int:
 
 def trial(home: Path, spec: dict[str, Any], *, kills: int, seed: int) -> Told:
     """Kills runs of one spec, `kills` times in all."""
+    # Once, and not in every attempt: an attempt is killed while it runs, and not while it imports.
+    import matplotlib.figure  # noqa: F401
+    import peft  # noqa: F401
+    from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
+
     import tandem.build.run_engines
     import tandem.build.training
     import tandem.recipes.rl
     import tandem.recipes.sft
-    import tandem.train.trainer  # noqa: F401 - once, and not in every attempt
+    import tandem.train.trainer  # noqa: F401
     from tandem.runs.run_ending import digest_run
 
     rng, told = random.Random(seed), Told()

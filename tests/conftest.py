@@ -31,7 +31,7 @@ SLOW = {
     "parallel/test_checkpoints_by_rows.py": "whole runs on 1, 2 and 4 ranks",
     "parity/test_apollo.py": "many steps beside the published optimizer",
     "parallel/test_ends_and_resumes.py": "runs of ranks that are killed, stopped and resumed",
-    "parallel/test_equal_bytes.py": "47 trainings on 1, 2 and 4 ranks",
+    "parallel/test_equal_bytes.py": "64 trainings on 1, 2 and 4 ranks",
     "parallel/test_planted.py": "ranks with wrong weights, in processes of their own",
     "parity/test_by_owner.py": "updates of three ranks beside one",
     "parallel/test_launcher_ends.py": "runs under a launcher that end early",
@@ -47,12 +47,25 @@ SLOW = {
     "http/test_service_start_and_end.py": "services that are ended in the middle of answers",
     "http/test_rollouts_cli.py": "commands against a rollout service of their own",
     "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
+    "control/test_control_command.py": "a control server in a process of its own, killed, and runs on its machine",
     "providers/test_local.py": "jobs on this machine, ended and launched many times",
     "providers/test_ssh.py": "a real sshd, some times killed",
+    "control/test_agent_elsewhere.py": "whole runs over a real sshd and Slurm's daemons",
+    "control/test_agent.py": "whole runs under a control plane, killed on the way",
+    "providers/test_ray.py": "a real Ray cluster, where it is installed",
+    "providers/test_slurm.py": "Slurm's real daemons, some times killed",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""
 TOGETHER = ["tests/parallel"]
 """Folders whose tests run one after another, before all others: each is several processes with deadlines in seconds."""
+LONGEST = [
+    "tests/learning/test_examples.py", "tests/families", "tests/learning/test_thumbs.py",
+    "tests/faults/test_online_orchestrator.py", "tests/learning/test_quickstart.py", "tests/learning/test_numerics.py",
+    "tests/http/test_online.py", "tests/faults/test_engine_process.py", "tests/http/test_gguf_joints.py",
+    "tests/learning/test_sweep_run.py", "tests/conformance/test_bridge_processes.py",
+    "tests/learning/test_your_data.py", "tests/learning/test_scaffold.py",
+]  # fmt: skip
+"""What begins next, the longest first: a long file that began last would leave the other workers idle."""
 _PAUSE_S, _REPEATS = 0.25, 2
 _machine = Standstill()
 
@@ -93,7 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leases, deadlines and patience are real seconds here, between real processes. If the machine stands still in the
     middle of one, its failure says nothing of the code: the test is done again, and what it said is told. What fails on
     a machine that works has failed."""
-    items.sort(key=lambda item: not item.nodeid.startswith(tuple(TOGETHER)))
+    first = [*TOGETHER, *LONGEST]
+    items.sort(key=lambda item: next((n for n, start in enumerate(first) if item.nodeid.startswith(start)), len(first)))
     for item in items:
         if is_slow(item.path):
             item.add_marker(pytest.mark.slow)

@@ -24,12 +24,12 @@ PACKAGE = Path(tandem.__file__).parent
 LAYERS = (
     ("errors", "types"),
     ("spec",),
-    ("protocols", "obs", "io", "ops", "data"),
-    ("text", "env", "algo", "optim", "model", "bridge", "engine", "providers"),
+    ("protocols", "obs", "io", "ops", "data", "shapes"),
+    ("text", "env", "algo", "optim", "model", "bridge", "engine", "providers", "client"),
     ("rollout", "train", "vllm_worker"),
     ("publish",),
     ("loop", "runs", "online"),
-    ("serve",),
+    ("serve", "agent"),
     ("control",),
     ("build",),
     ("recipes",),
@@ -58,6 +58,9 @@ LIGHT = (
     "runs/",
     "serve/runs.py",
     "providers/",
+    "shapes/",
+    "client/",
+    "agent/",
     "__init__.py",
     "__main__.py",
     "errors.py",
@@ -264,7 +267,8 @@ def test_what_is_allowed_is_not_called_a_violation(tmp_path):
 def test_the_light_parts_leave_torch_out_of_the_process():
     """Transitively, and for real: `tandem --help`, a refused spec and a service do not wait for torch."""
     script = (
-        "import json, sys; import tandem, tandem.cli.main, tandem.spec.load, tandem.runs.run, tandem.recipes; "
+        "import json, sys; import tandem, tandem.client, tandem.cli.main, tandem.spec.load, tandem.runs.run; "
+        "import tandem.recipes; "
         "import tandem.serve.engine.service, tandem.serve.online.service, tandem.serve.rollouts.service; "
         "import tandem.serve.http.run; "
         f"print(json.dumps(sorted({HEAVY!r} & sys.modules.keys())))"

@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import tandem
+import tandem.client
 from tandem.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +66,22 @@ PYTHON_FUNCTION = {
 }
 """Every command, and the function that does its work."""
 
+CLIENT_METHOD = {
+    "login": "save_place",
+    "submit": "Tandem.submit",
+    "cancel": "RemoteRun.cancel",
+    "pull": "RemoteRun.pull",
+    "logs": "RemoteRun.read",
+    "control project": "Tandem.put_project",
+    "control key new": "Tandem.make_key",
+    "control key list": "Tandem.keys",
+    "control key revoke": "Tandem.revoke_key",
+}
+"""Commands for a control server, and what does their work in `tandem.client`."""
+
+OF_OPERATORS = {"control serve", "control backup", "control restore", "control upgrade", "control doctor"}
+"""Commands that look after a data directory; they are no part of the Python API."""
+
 BEHIND_AN_OPTION = {"supervise_run": ("train", "resume")}
 """Functions that commands call when they are asked to: --supervise."""
 
@@ -77,7 +94,8 @@ def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, group
         return
     for name, command in group.commands.items():
-        yield from commands(command, f"{path} {name}".strip())
+        if not command.hidden:  # such as `tandem agent`, which a control plane starts
+            yield from commands(command, f"{path} {name}".strip())
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
@@ -97,7 +115,7 @@ def taken_from(name: str) -> str:
 
 
 def test_every_command_has_a_python_function():
-    assert set(COMMANDS) == set(PYTHON_FUNCTION)
+    assert set(COMMANDS) == {*PYTHON_FUNCTION, *CLIENT_METHOD, *OF_OPERATORS}
     assert set(PYTHON_FUNCTION.values()) <= FUNCTIONS
 
 
@@ -115,6 +133,15 @@ def test_a_command_calls_its_function(command: str, function: str):
     body = inspect.getsource(inspect.unwrap(COMMANDS[command].callback))
     assert f"from {taken_from(function)} import" in body
     assert function in body
+
+
+@pytest.mark.parametrize(("command", "method"), CLIENT_METHOD.items())
+def test_a_command_for_a_control_server_calls_the_client(command: str, method: str):
+    found: Any = tandem.client
+    for name in method.split("."):
+        found = getattr(found, name)
+    module = sys.modules[inspect.unwrap(COMMANDS[command].callback).__module__]
+    assert f".{found.__name__}(" in inspect.getsource(module) or f" {found.__name__}(" in inspect.getsource(module)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -39,8 +39,15 @@ TandemError
 ├── ArtifactError          an artifact could not be stored, or does not exist
 ├── ProviderError          a provider did not do what it was asked
 │   ├── ProviderRefused    it cannot or may not: nothing was started; says why
+│   │   └── ProviderBusy   it cannot now: ask again later
 │   ├── ProviderSilent     a host or an API did not answer: nothing is known  (also TimeoutError)
 │   └── MaybeLaunched      the answer to a launch was lost: the job may run, or not
+├── ControlError           a control server refused a request; has its status, code and field
+│   ├── ControlNotAllowed  the key is not known, or lacks the scope
+│   ├── ControlNotKnown    no such run, project, key or file, or another org's
+│   ├── ControlConflict    the state or a budget does not allow it
+│   ├── ControlInvalid     the request is wrong; names the field                (exit 2; also ValueError)
+│   └── ControlSilent      the server did not answer in time                  (also TimeoutError)
 ├── ProcessEnded           one process of a run ended, so the others were ended too
 ├── TemplateError          a chat template cannot be used token by token      (exit 2; also ValueError)
 ├── TextTooLong            a text has more tokens than the model's context    (also ValueError)
@@ -267,6 +274,10 @@ class ProviderRefused(ProviderError):
     """A provider cannot or may not do what it was asked. Nothing was started; the text says why."""
 
 
+class ProviderBusy(ProviderRefused):
+    """A provider has no room now. Nothing was started; it may have room later."""
+
+
 class ProviderSilent(ProviderError, TimeoutError):
     """A host or an API did not answer in time, or not with an answer. Nothing is known about its jobs."""
 
@@ -274,3 +285,33 @@ class ProviderSilent(ProviderError, TimeoutError):
 class MaybeLaunched(ProviderError):
     """The answer to a launch was lost: the job may run, or not. `Provider.find` tells, or a second launch: it starts
     nothing twice."""
+
+
+class ControlError(TandemError):
+    """A control server refused a request. `field` names the part of the request that is wrong; empty if none is."""
+
+    def __init__(self, text: str, *, status: int = 0, field: str = "", code: str = "") -> None:
+        super().__init__(text)
+        self.status, self.field, self.code = status, field, code
+
+
+class ControlNotAllowed(ControlError):
+    """The key is not known, was revoked or has expired; or it lacks the scope."""
+
+
+class ControlNotKnown(ControlError):
+    """There is no such run, project, key or file, or it is another org's."""
+
+
+class ControlConflict(ControlError):
+    """The current state or a budget does not allow the request."""
+
+
+class ControlInvalid(ControlError, ValueError):
+    """The request is wrong; `field` says where."""
+
+    exit_code = 2
+
+
+class ControlSilent(ControlError, TimeoutError):
+    """The control server did not answer in time."""

@@ -346,7 +346,7 @@ class Algorithm:
 
 class Provider(Protocol):
     """Starts command lines on machines, watches them and ends them. What it knows outlives its process. Methods but
-    `look` raise ProviderRefused for what cannot be, and ProviderSilent where there is no answer."""
+    `look` raise ProviderRefused for what cannot be (ProviderBusy: now), and ProviderSilent where there is no answer."""
 
     async def offers(self, need: Need) -> list[Offer]: ...   # what there is now, its price, why not; starts nothing
     async def launch(self, job: Job) -> Handle: ...       # starts job.name, once ever; or MaybeLaunched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from tandem.control import transitions
+from tandem.control.decide import LAUNCH_MS, AttemptView, RunView
 from tandem.control.reconcile import Reconciler
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Run
-from tandem.errors import ProviderRefused, ProviderSilent
+from tandem.errors import ProviderBusy, ProviderRefused, ProviderSilent
 from tandem.types import Handle, Job, Need, Offer, Sight
 
 PREFIX = "tandem-x-"
@@ -27,12 +28,14 @@ class Machines:
 
     def __init__(self) -> None:
         self.jobs: dict[Handle, str] = {}
-        self.silent, self.refuses, self.asked = False, "", 0
+        self.silent, self.refuses, self.busy, self.asked = False, "", "", 0
 
     async def offers(self, need: Need) -> list[Offer]:
         return []
 
     async def launch(self, job: Job) -> Handle:
+        if self.busy:
+            raise ProviderBusy(self.busy)
         if self.refuses:
             raise ProviderRefused(self.refuses)
         self.jobs[Handle(job.name)] = "running"
@@ -60,10 +63,12 @@ def machines() -> Machines:
     return Machines()
 
 
-def loop_over(store: Store, machines: Machines) -> Reconciler:
-    return Reconciler(
-        store, {"box": machines}, lambda each: Job(each.name, ("agent",)), prefix=PREFIX, clock=lambda: 1000
-    )
+async def job_of(_: RunView, attempt: AttemptView) -> Job:
+    return Job(attempt.name, ("agent",))
+
+
+def loop_over(store: Store, machines: Machines, clock: Callable[[], int] = lambda: 1000) -> Reconciler:
+    return Reconciler(store, {"box": machines}, job_of, prefix=PREFIX, clock=clock)
 
 
 def submit(session: Session, count: int = 1) -> str:
@@ -117,6 +122,20 @@ def test_a_refused_launch_fails_the_run_with_the_providers_reason(store: Store, 
     machines.refuses = "partition 'gpu' does not exist"
     passes(loop_over(store, machines), 3)
     assert asyncio.run(store.read(states)) == ("failed", "partition 'gpu' does not exist")
+
+
+def test_a_run_waits_for_as_long_as_its_machine_has_no_room(store: Store, machines: Machines):
+    asyncio.run(store.write(submit))
+    machines.busy, now = "jobs hold 2 of 2 CPUs", [1000]
+    loop = loop_over(store, machines, lambda: now[0])
+    for _ in range(6):
+        now[0] += LAUNCH_MS // 2
+        passes(loop, 2)
+    assert asyncio.run(store.read(states)) == ("starting", "jobs hold 2 of 2 CPUs")
+    machines.busy = ""
+    passes(loop, 1)
+    assert len(machines.jobs) == 1
+    assert asyncio.run(store.read(lambda session: session.scalars(sa.select(Run.retries_left)).one())) == 3
 
 
 def test_the_loop_runs_on_while_it_is_woken(store: Store, machines: Machines):

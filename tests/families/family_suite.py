@@ -333,8 +333,9 @@ def export(bench: Bench) -> None:
         step(model)
         place = bench.place / f"export-{number}"
         training.export(model, place)
-        near(alone(model), by_transformers(bench.plain(place)))
-        near(alone(model), alone(bench.built(path=place)))
+        ours = alone(model)
+        near(ours, by_transformers(bench.plain(place)))
+        near(ours, alone(bench.built(path=place)))
 
 
 def ranks(bench: Bench) -> None:

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LEARNS = (
-    "sft", "preference", "orpo", "kto", "own_environment", "own_loss", "own_preference", "rejection_sampling",
-    "multi_turn", "rl_async",
+    "preference", "orpo", "kto", "own_environment", "own_loss", "own_preference", "rejection_sampling",
+    "reward_model", "multi_turn", "rl_async",
 )  # fmt: skip
 ELSEWHERE = {
     "quickstart": "tests/learning/test_quickstart.py",
@@ -38,6 +38,7 @@ ELSEWHERE = {
     "ten_lines": "with a tiny model, below",
     "distill": "with its teacher, below",
     "distill_teacher": "below",
+    "reward_model_rl": "with its reward model, below",
     "sweep": "below",
 }
 
@@ -60,7 +61,7 @@ def trained(name: str, directory: str) -> dict[str, Any]:
 
 def test_every_example_is_run_somewhere():
     specs = {path.stem for path in EXAMPLES.glob("*.toml")}
-    assert specs == {*LEARNS, *ELSEWHERE}
+    assert specs == {"sft", *LEARNS, *ELSEWHERE}
     table = (EXAMPLES / "README.md").read_text()
     listed = set(re.findall(r"\(([\w/.]+)\)", table))
     here = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.is_file()}
@@ -82,7 +83,8 @@ def test_an_example_learns(name: str):
 
 
 def test_a_table_of_tickets_ends_in_a_served_model_that_sorts_them():
-    trained("sft", "runs/tickets")
+    ended = trained("sft", "runs/tickets")
+    assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
     path, _, version = find_model("runs/tickets")
     model, engine = load_model(path, version, HfEngineSpec(), thinking=False, inline=True)
     rows = [json.loads(line) for line in (EXAMPLES / "data" / "tickets.jsonl").read_text().splitlines()][:24]
@@ -102,6 +104,12 @@ def test_a_table_of_tickets_ends_in_a_served_model_that_sorts_them():
 def test_a_student_learns_from_a_teacher():
     assert trained("distill_teacher", "runs/teacher")["state"] == "succeeded"
     ended = trained("distill", "runs/student")
+    assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
+
+
+def test_rewards_of_a_reward_model_rise():
+    assert trained("reward_model", "runs/polite")["state"] == "succeeded"
+    ended = trained("reward_model_rl", "runs/polite_rl")
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
 
 

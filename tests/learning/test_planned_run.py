@@ -85,7 +85,10 @@ def test_a_rehearsal_says_how_it_differs_from_the_plan_and_leaves_the_run_as_it_
 
 
 def test_a_rehearsal_that_does_not_go_through_ends_the_run_before_it_begins(tmp_path):
-    vllm = {"kind": "vllm", "python": str(tmp_path / "no-python")}
+    python = tmp_path / "no-python"
+    python.write_text("#!/bin/sh\necho there is no vLLM here >&2\nexit 1\n")
+    python.chmod(0o755)
+    vllm = {"kind": "vllm", "python": str(python), "max_restarts": 0}
     train = {"steps": 1, "lr": 1e-3, "groups_per_step": 2, "group_size": 2, "max_tokens": 8}
     asked = parse_spec(
         {

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 import tandem
 from conftest import Train
+from tandem.cli.main import app
 from tandem.errors import RunError, SpecError
 from tandem.recipes import sweep as sweeps
 from tandem.runs.run import Run
@@ -146,22 +148,21 @@ def test_seeds_are_named_once_and_are_seeds(tmp_path: Path, seeds: list[int]):
         swept(spec_of(tmp_path), seeds, tmp_path / "sweep")
 
 
-def test_the_command_says_by_its_exit_code_whether_a_seed_failed(tmp_path: Path):
+@pytest.mark.usefixtures("one_thread")
+def test_the_command_says_by_its_exit_code_whether_a_seed_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import tomli_w
 
     (tmp_path / "spec.toml").write_text(tomli_w.dumps(spec_of(tmp_path)))
-    command = [Path(sys.executable).with_name("tandem"), "sweep", "spec.toml", "--seeds", "0,3", "--dir", "sweep"]
-
-    def swept_by_command() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", "spec.toml", "--seeds", "0,3", "--dir", "sweep"]
     (tmp_path / "broken").touch()
-    failed = swept_by_command()
-    assert failed.returncode == 1
-    assert "Undecided: 0 judged seeds; an interval needs two. 2 of 2 seeds failed." in failed.stdout
+    failed = CliRunner().invoke(app, words)
+    assert failed.exit_code == 1
+    assert "Undecided: 0 judged seeds; an interval needs two. 2 of 2 seeds failed." in failed.output
     (tmp_path / "broken").unlink()
-    done = swept_by_command()
+    command = [Path(sys.executable).with_name("tandem"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == [
-        "seed-0", "seed-0-failed-1", "seed-3", "seed-3-failed-1", "sweep.json", "sweep.md",
+        "seed-0", "seed-0-failed-1", "seed-3", "seed-3-failed-1", "sweep.json", "sweep.md", "sweep.svg",
     ]  # fmt: skip

@@ -11,17 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from typer.testing import CliRunner
 
 import tandem
 from tandem.build import training
+from tandem.cli.main import app
 from tandem.io.chat_feedback import ChatStore, feedback_rows, write_rows
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "thumbs.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
@@ -36,9 +41,16 @@ def words(command: str) -> list[str]:
 
 
 def run(command: str, home: Path) -> str:
-    done = subprocess.run(words(command), cwd=home, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Run a command of `tandem` in this process, which has its imports done, and a program in its own."""
+    python, *rest = words(command)
+    if rest[:2] == ["-m", "tandem"]:
+        with chdir(home):
+            done = CliRunner().invoke(app, rest[2:])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+    ended = subprocess.run([python, *rest], cwd=home, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 @contextmanager

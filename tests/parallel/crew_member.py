@@ -1,11 +1,10 @@
-"""`python crew_member.py RANK RANKS PORT SCENARIO`: one process of a crew. Rank 0 prints how it ends."""
+"""One process of a crew: `main`, forked from a process that has torch imported. Rank 0 tells how it ends."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,9 @@ from tandem.train.crew import Crew
 DEADLINE_S = 4.0
 
 
-def main(rank: int, ranks: int, port: int, scenario: str) -> None:
+def main(rank: int, ranks: int, port: int, scenario: str, told: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     crew = Crew(store, rank, ranks, device=torch.device("cpu"), deadline_s=DEADLINE_S)
     crew.handle("pids", lambda: os.getpid())
@@ -35,8 +36,8 @@ def main(rank: int, ranks: int, port: int, scenario: str) -> None:
     gathered = crew.order("gather")
     assert gathered[0] == gathered[-1] == [{"rank": each} for each in range(ranks)], gathered
     assert crew.order("add") == [float(ranks)] * ranks
-    print(json.dumps(pids), flush=True)
-    print(json.dumps(outcome(crew, scenario)), flush=True)
+    told.send(pids)
+    told.send(outcome(crew, scenario))
     crew.close()
 
 
@@ -71,24 +72,20 @@ def odd(crew: Crew, scenario: str) -> float:
     return add(crew)
 
 
-def outcome(crew: Crew, scenario: str) -> list[str]:
+def outcome(crew: Crew, scenario: str) -> tuple[str, str]:
     try:
         if scenario in ("killed while idle", "stopped while idle"):
             started = time.monotonic()
             while not crew.broken and time.monotonic() - started < 60:
                 time.sleep(0.05)
-            return ["RankLost", crew.broken]
+            return "RankLost", crew.broken
         if scenario in ("killed", "stopped"):
             while True:
                 crew.order("add")
         crew.order("round" if scenario == "hangs in a round" else "odd")
     except RankLost as error:
-        return [type(error).__name__, str(error)]
+        return type(error).__name__, str(error)
     except TandemError as error:
         assert crew.order("add") == [float(crew.ranks)] * crew.ranks, "the crew goes on"
-        return [type(error).__name__, str(error)]
-    return ["nothing", ""]
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        return type(error).__name__, str(error)
+    return "nothing", ""

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from tandem.cli.main import app
+
 TANDEM = [sys.executable, "-m", "tandem"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -48,6 +52,20 @@ def train(spec: Path, run: Path, *options: str, launcher: tuple[str, ...] = ()) 
         [*command, "train", str(spec), "--run-dir", str(run), *options],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+def here(*words: object) -> None:
+    """Run a command of `tandem` in this process, which has its imports done, on one thread as elsewhere."""
+    import torch
+
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    try:
+        done = CliRunner().invoke(app, [*map(str, words)])
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+    assert done.exit_code == 0, done.output[-2000:]
 
 
 def ranks(count: int) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_commands import ENVIRONMENT, TANDEM, ranks, train, write_spec
+from run_commands import ENVIRONMENT, TANDEM, here, ranks, train, write_spec
 
 import tandem
 
@@ -23,9 +23,14 @@ def begin(spec: Path, run: Path, count: int, *options: str) -> subprocess.Popen[
     command = [*TANDEM, "train", str(spec), "--run-dir", str(run), *ranks(count), *options]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     until = time.monotonic() + 120
-    while time.monotonic() < until and steps_of(run) < 5:
-        assert process.poll() is None
-        time.sleep(0.1)
+    try:
+        while time.monotonic() < until and steps_of(run) < 5:
+            assert process.poll() is None
+            time.sleep(0.1)
+    except BaseException:
+        process.kill()
+        print(process.communicate()[0][-3000:])
+        raise
     return process
 
 
@@ -78,15 +83,15 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_other_ranks_to_the_sa
     assert process.returncode == 0, out[-2000:]
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
     assert others(run) == []
-    assert train(spec, run, *ranks(1), "--go-on").returncode == 0
-    assert train(spec, whole, *ranks(1)).returncode == 0
+    here("resume", run, *ranks(1))
+    here("train", spec, "--run-dir", whole)
     assert tandem.digest_run(run) == tandem.digest_run(whole)
 
 
-def test_torchrun_starts_a_run_and_leaves_a_finished_one_alone(tmp_path):
+def test_torchrun_starts_a_run(tmp_path):
+    """And leaves a finished one alone: test_two_agents.py."""
     spec, run, one = write_spec(tmp_path), tmp_path / "run", tmp_path / "one"
-    for _ in range(2):
-        done = train(spec, run, "--go-on", launcher=(*TORCHRUN, "2"))
-        assert done.returncode == 0, done.stderr[-2000:]
-    assert train(spec, one).returncode == 0
+    done = train(spec, run, "--go-on", launcher=(*TORCHRUN, "2"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    here("train", spec, "--run-dir", one)
     assert tandem.digest_run(run) == tandem.digest_run(one)

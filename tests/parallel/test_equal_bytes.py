@@ -57,7 +57,7 @@ LAYOUTS = {
 }  # fmt: skip
 """Which cases are trained on how many ranks and hosts, besides one. Each case is on one or two of the layouts, and each
 layout has every recipe or its loss, both precisions, adapters, and another optimizer than AdamW."""
-STEPS = int(os.environ.get("TANDEM_EQUAL_STEPS", "6"))
+STEPS = int(os.environ.get("TANDEM_EQUAL_STEPS", "4"))
 """`TANDEM_EQUAL_STEPS=20` for the figure of docs/parallel.md."""
 SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
 """Files with times in them, or with a set's order of this process."""
@@ -67,7 +67,8 @@ def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
     recipe = changes.get("recipe", "sft")
     model = {"preset": "tiny", **changes.get("model", {})}
     spec: dict[str, Any] = {
-        "recipe": recipe, "model": model, "checkpoint": {"every": STEPS}, "eval": {"every": STEPS // 2},
+        "recipe": recipe, "model": model, "checkpoint": {"every": STEPS},
+        "eval": {"every": STEPS // 2, "examples": 3},
         "train": {"steps": STEPS, "lr": 1e-3, "micro_tokens": 128},
     }  # fmt: skip
     spec["train"]["optimizer"] = {"kind": changes.get("optimizer", "adamw")}

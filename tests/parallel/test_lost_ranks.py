@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
+import crew_member
 import pytest
 import tomli_w
 
 from tandem.spec.load import parse_spec
 
-PROGRAM = Path(__file__).with_name("crew_member.py")
 SCENARIOS = {
     "raises": "rank {last} on host {host}: ValueError: CUDA out of memory, or so",
     "hangs": "rank {last} on host {host}: has made no progress in an order for 4 s (parallel.deadline_s)",
@@ -29,53 +29,61 @@ SCENARIOS = {
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
-def start(ranks: int, scenario: str) -> list[subprocess.Popen[str]]:
+@pytest.fixture(scope="module")
+def forked() -> Any:
+    """Starts processes by fork from one that has torch imported: there are 23 of them, and an import takes a second."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tandem.optim.by_owner", "tandem.train.crew"])
+    return context
+
+
+def play(forked: Any, ranks: int, scenario: str) -> tuple[str, str]:
+    """The error's class and text on rank 0. All other processes end by themselves, but for one that stands still."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(ranks), str(port), scenario],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-
-
-def play(ranks: int, scenario: str) -> tuple[str, str]:
-    """The error's class and text on rank 0. All other processes end by themselves, but for one that stands still."""
-    processes = start(ranks, scenario)
+    ours, theirs = forked.Pipe()
+    processes = [
+        forked.Process(target=crew_member.main, args=(rank, ranks, port, scenario, theirs)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
     try:
-        out = processes[0].stdout
-        assert out is not None
-        pids = json.loads(out.readline())
+        pids = next_of(ours)
         sent = SIGNALS.get(scenario.split()[0])
         if sent is not None:
             time.sleep(0.3)
             os.kill(pids[-1], sent)
-        kind, text = json.loads(next(line for line in out if line.startswith('["')))
+        kind, text = next_of(ours)
         ends = processes if sent != signal.SIGSTOP else processes[:-1]
-        codes = [process.wait(30) for process in ends]
+        for process in ends:
+            process.join(30)
+        codes = [process.exitcode for process in ends]
         assert codes[0] == 0
+        assert None not in codes
         assert all(code != 0 for code in codes[1:]) or kind != "RankLost"
         return kind, text
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
+
+
+def next_of(ours: Any) -> Any:
+    assert ours.poll(90), "rank 0 tells nothing"
+    return ours.recv()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_lost_rank_is_named(scenario):
+def test_a_lost_rank_is_named(forked, scenario):
     started = time.monotonic()
-    kind, text = play(3, scenario)
+    kind, text = play(forked, 3, scenario)
     assert kind == "RankLost"
     assert text.startswith(SCENARIOS[scenario].format(last=2, host=socket.gethostname()))
     assert time.monotonic() - started < 60
 
 
-def test_a_rank_that_refuses_an_order_is_an_answer_and_the_crew_goes_on():
-    assert play(2, "refuses") == ("SyncError", f"rank 1 on host {socket.gethostname()}: no engine")
+def test_a_rank_that_refuses_an_order_is_an_answer_and_the_crew_goes_on(forked):
+    assert play(forked, 2, "refuses") == ("SyncError", f"rank 1 on host {socket.gethostname()}: no engine")
 
 
 def test_a_rank_whose_rank_0_stands_still_before_they_have_met_ends_by_itself(tmp_path):

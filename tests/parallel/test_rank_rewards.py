@@ -14,7 +14,7 @@ from rank_rewards import LARGEST_GAP, one_run
 
 @pytest.mark.timeout(600)
 def test_versions_that_ranks_write_as_files_are_proven(tmp_path: Path) -> None:
-    row = one_run(0, max_lag=0, ranks=2, steps=4, warmup=100, directory=tmp_path / "run", bridge="disk")
+    row = one_run(0, max_lag=0, ranks=2, steps=4, warmup=60, directory=tmp_path / "run", bridge="disk")
     assert row["all_proven"]
     assert row["versions"] >= 5
     assert row["largest_gap"] <= LARGEST_GAP

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from run_commands import ENVIRONMENT, ranks, train, write_spec
+from run_commands import ENVIRONMENT, here, write_spec
 
 import tandem
 from tandem.runs.run_ending import spec_of
@@ -39,11 +39,11 @@ def meeting(port: int, _: int) -> list[str]:
 
 @contextmanager
 def two_agents(
-    spec: Path, run: str | Path, *options: str, places: Sequence[Path], how=fixed
+    spec: Path, run: str | Path, *options: str, places: Sequence[Path], how=fixed, ranks_each: int = 2
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """`places`: the directory in which each agent is started."""
     port = free_port()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", f"{ranks_each}"]
     command = ["-m", "tandem", "train", str(spec), "--run-dir", str(run), "--set", "parallel.shares=4", "--go-on"]
     agents = [
         subprocess.Popen(
@@ -83,13 +83,13 @@ def steps_of(run: Path) -> int:
 
 def test_two_agents_give_the_bytes_of_one_rank(tmp_path):
     spec, run, one = write_spec(tmp_path), tmp_path / "run", tmp_path / "one"
-    for _ in range(2):  # the second time there is nothing left to do
-        with two_agents(spec, run, places=[tmp_path] * 2, how=meeting) as agents:
+    for each in (2, 1):  # the second time there is nothing left to do
+        with two_agents(spec, run, places=[tmp_path] * 2, how=meeting, ranks_each=each) as agents:
             said = [agent.communicate(timeout=200)[0] for agent in agents]
-        assert [agent.returncode for agent in agents] == [0, 0], "\n".join(each[-3000:] for each in said)
+        assert [agent.returncode for agent in agents] == [0, 0], "\n".join(text[-3000:] for text in said)
     parallel = spec_of(run).parallel
     assert (parallel.ranks, parallel.hosts) == (4, 2), "as the agents are"
-    assert train(spec, one, *ranks(1), "--set", "parallel.shares=4").returncode == 0
+    here("train", spec, "--run-dir", one, "--set", "parallel.shares=4")
     assert tandem.digest_run(run) == tandem.digest_run(one)
 
 
@@ -99,12 +99,12 @@ def test_a_directory_that_the_other_host_does_not_see_is_refused(tmp_path):
     places = [tmp_path / "a", tmp_path / "b"]
     for place in places:
         place.mkdir()
-    with two_agents(spec, "runs/mine", places=places) as agents:
+    with two_agents(spec, "runs/mine", places=places, ranks_each=1) as agents:
         said = [agent.communicate(timeout=200)[0] for agent in agents]
         assert processes_of("runs/mine") == {}
     assert agents[0].returncode != 0
     told = " ".join(said[0].split())
-    assert f"--run-dir runs/mine: rank 2 on host {socket.gethostname()} does not see it: {places[1]}/" in told
+    assert f"--run-dir runs/mine: rank 1 on host {socket.gethostname()} does not see it: {places[1]}/" in told
     assert "No such file or directory; name a directory that all hosts share" in told
     run = places[0] / "runs/mine"
     assert json.loads((run / "status.json").read_text())["state"] == "failed"

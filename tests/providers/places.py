@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import getpass
+import os
 import shutil
+import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import httpx
 
 from tandem.protocols import Provider
 
@@ -29,6 +35,8 @@ class Place:
     settle_s: float = 10.0
     """How long a state may take to be seen."""
     can: frozenset[str] = field(default_factory=frozenset)
+    console_only: bool = False
+    """Whether the provider reads what a job prints, with lines of others, and no other file."""
 
 
 def free_port() -> int:
@@ -94,3 +102,135 @@ class Sshd:
 def sshd() -> str:
     """The path of the server, which wants to be called by it; empty where it is not installed."""
     return shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin") or ""
+
+
+class Slurm:
+    """Slurm's own daemons on loopback: munged, slurmctld, and slurmd for two nodes, with GPUs that are none."""
+
+    def __init__(self) -> None:
+        self.root = root = Path(tempfile.mkdtemp(prefix="slurm-"))  # munged wants a path that all may enter
+        self.conf = root / "slurm.conf"
+        host, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(3)]
+        root.chmod(0o755)
+        for name in ("state", "munge"):
+            (root / name).mkdir()
+        (root / "munge/key").write_bytes(os.urandom(128))
+        (root / "munge/key").chmod(0o400)
+        for number in range(4):
+            (root / f"gpu{number}").touch()
+        (root / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu Type=h100 File={root}/gpu[0-3]\n")
+        self.conf.write_text(
+            f"ClusterName=tried\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={ports[0]}\nAuthType=auth/munge\n"
+            f"AuthInfo=socket={root}/munge/socket\nSlurmUser=root\nSlurmdUser=root\nStateSaveLocation={root}/state\n"
+            f"SlurmdSpoolDir={root}/spool-%n\nSlurmctldPidFile={root}/ctld.pid\nSlurmdPidFile={root}/%n.pid\n"
+            "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nMailProg=/bin/true\n"
+            "AccountingStorageType=accounting_storage/none\nJobCompType=jobcomp/none\nGresTypes=gpu\n"
+            "SelectType=select/cons_tres\nSelectTypeParameters=CR_Core\nSchedulerType=sched/backfill\n"
+            "SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1\nReturnToService=2\nKillWait=2\n"
+            "SlurmdParameters=config_overrides\n"
+            + "".join(
+                f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[n]} CPUs=20 RealMemory=16000 "
+                "Gres=gpu:h100:4\n"
+                for n in (1, 2)
+            )
+            + "PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP\n"
+        )
+        munge = [f"--{name}={root}/munge/{file}" for name, file in MUNGE.items()]
+        self.processes = [self._started("munged", "--foreground", *munge)]
+        try:
+            until((root / "munge/socket").exists)
+            self.processes += [self._started("slurmd", "-D", "-N", f"n{n}") for n in (1, 2)]
+            self.controller = self._started("slurmctld", "-D")
+            until(lambda: self.tell("sinfo", "--noheader", "--format=%T").split() == ["idle"], 30)
+        except BaseException:
+            self.kill()
+            raise
+
+    def restart(self) -> None:
+        """Kill the controller, and start it again."""
+        self.controller.kill()
+        self.controller.wait()
+        self.controller = self._started("slurmctld", "-D")
+        until(lambda: "is UP" in self.tell("scontrol", "ping"), 30)
+
+    def kill(self) -> None:
+        self.tell("scancel", "--user=root", "--signal=KILL", "--full")
+        for process in (getattr(self, "controller", None), *reversed(self.processes)):
+            if process is not None:
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+                process.kill()
+                process.wait()
+        mark = f"SLURM_CONF={self.conf}".encode()  # processes of jobs that a killed controller has forgotten
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in environ.read_bytes().split(b"\0"):
+                    os.kill(int(environ.parent.name), signal.SIGKILL)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _started(self, program: str, *options: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "SLURM_CONF": str(self.conf)}
+        with (self.root / "log").open("ab") as log:
+            return subprocess.Popen([slurm(program), *options], stdout=log, stderr=log, env=env, start_new_session=True)
+
+    def tell(self, *command: str) -> str:
+        env = {**os.environ, "SLURM_CONF": str(self.conf)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
+
+
+MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+
+
+def slurm(program: str = "slurmctld") -> str:
+    """The path of one of Slurm's daemons; empty where it is not installed, or cannot be started by this user."""
+    found = shutil.which(program, path="/usr/sbin:/usr/local/sbin:/usr/bin")
+    return found or "" if os.getuid() == 0 and shutil.which("munged", path="/usr/sbin:/usr/bin") else ""
+
+
+class Ray:
+    """A Ray cluster of one node on this machine, by the `ray` command on the PATH."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="ray-"))  # its sockets' paths must be short
+        ports = [free_port() for _ in range(2)]
+        self.url = f"http://127.0.0.1:{ports[1]}"
+        self._mark = f"TANDEM_TRIED_RAY={self.root}"
+        where = [f"--port={ports[0]}", f"--dashboard-port={ports[1]}", "--dashboard-host=127.0.0.1"]
+        size = ["--num-cpus=20", "--num-gpus=4", "--object-store-memory=80000000", f"--temp-dir={self.root}/ray"]
+        env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "TANDEM_TRIED_RAY": str(self.root)}
+        with (self.root / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [ray(), "start", "--head", "--block", "--node-ip-address=127.0.0.1", *where, *size], env=env,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        try:
+            until(self._answers, 60)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for _ in range(3):
+            for environ in Path("/proc").glob("[0-9]*/environ"):
+                with suppress(OSError):
+                    if self._mark.encode() in environ.read_bytes().split(b"\0"):
+                        os.kill(int(environ.parent.name), signal.SIGKILL)
+            time.sleep(0.1)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, (self.root / "log").read_text()
+        with suppress(httpx.TransportError):
+            told = httpx.get(f"{self.url}/nodes?view=summary", timeout=5, trust_env=False)
+            return told.status_code == 200 and any(
+                (node.get("raylet") or {}).get("state") == "ALIVE" for node in told.json()["data"]["summary"]
+            )
+        return False
+
+
+def ray() -> str:
+    """The path of the command; empty where it is not installed."""
+    return shutil.which("ray") or ""

@@ -142,7 +142,9 @@ def test_a_run_is_exported_as_a_gguf_file_with_a_card(tmp_path: Path):
     )
     copy = export_run(run, gguf="q8_0")
     assert copy == run / "deploy-gguf"
-    assert sorted(path.name for path in copy.iterdir()) == ["README.md", "model-q8_0.gguf"]
+    assert sorted(path.name for path in copy.iterdir()) == ["Modelfile", "README.md", "model-q8_0.gguf"]
+    assert (copy / "Modelfile").read_text().startswith("FROM ./model-q8_0.gguf\n")
+    assert "`ollama create NAME -f Modelfile`" in (copy / "README.md").read_text()
     assert "A GGUF file of kind q8_0" in (copy / "README.md").read_text()
     assert load_model(str(copy), "main", "sdpa").config.model_type == "llama"
     config = json.loads((run / "export" / "config.json").read_text())

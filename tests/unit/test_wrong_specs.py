@@ -91,6 +91,7 @@ WRONG = [
     ("rl", "model=tiny", "must be a table, as in [model]"),
     ("rl", "model.preset=huge", "must be 'tiny', 'small' or 'medium'"),
     ("rl", "engine.kind=vlm", "must be one of"),
+    ("rl", "device=mps", "64-bit numbers, which a Mac's GPU does not have; set 'cpu'"),
     ("rl", "sync.bridge=disk", "add engine.kind = 'server' or 'vllm'"),
     ("rl", "train.temperature=0", "must be positive"),
     ("sft", "environment.name=sort", "remove it."),

@@ -88,6 +88,7 @@ def lead(spec: RunSpec, store: Any, *, local_rank: int, local_ranks: int, childr
     """Meet the other ranks as rank 0, and tell them the spec."""
     from tandem.train.crew import Crew
 
+    training.import_model_code(spec)  # while the other ranks do
     crew = Crew(
         store,
         0,
@@ -133,6 +134,7 @@ def follow(
 
     threading.Thread(target=wait_for_signal, name="signals", daemon=True).start()
     device = device_of(spec, local_rank, local_ranks)
+    training.import_model_code(spec)
     crew = Crew(store, rank, ranks, device=device, deadline_s=spec.parallel.deadline_s)
     met.append(crew)
     member = Member(crew, directory)

@@ -11,11 +11,15 @@ from pydantic import Field, TypeAdapter, ValidationError
 from tandem.errors import SpecError
 from tandem.protocols import Provider
 from tandem.providers.machine import LocalSettings, MachineProvider, SshTargetSettings
+from tandem.providers.ray import RayProvider, RaySettings
+from tandem.providers.slurm import SlurmProvider, SlurmSettings
 from tandem.spec.base import Spec
 from tandem.spec.load import plain_message
 from tandem.spec.toml import read_toml
 
-AnyTarget: TypeAlias = Annotated[LocalSettings | SshTargetSettings, Field(discriminator="kind")]
+AnyTarget: TypeAlias = Annotated[
+    LocalSettings | SshTargetSettings | SlurmSettings | RaySettings, Field(discriminator="kind")
+]
 
 TARGETS_FILE = Path("~/.config/tandem/targets.toml")
 """Where `tandem targets` looks unless it is told."""
@@ -55,7 +59,7 @@ def _explained(item: object) -> str:
             kinds = str(error["ctx"]["expected_tags"]).replace("'", '"')
             return f'{field}.kind = "{error["ctx"]["tag"]}": must be one of {kinds}'
         case "union_tag_not_found":
-            return f'{field}.kind: is missing; write kind = "local" or kind = "ssh"'
+            return f'{field}.kind: is missing; write kind = "local", "ssh", "slurm" or "ray"'
         case "missing":
             return f"{field}: is missing; add it (docs/targets.md lists every field)"
         case "extra_forbidden":
@@ -66,4 +70,8 @@ def _explained(item: object) -> str:
 
 def open_provider(settings: AnyTarget) -> Provider:
     """Return the provider of a target. It connects when it is first asked."""
+    if isinstance(settings, SlurmSettings):
+        return SlurmProvider(settings)
+    if isinstance(settings, RaySettings):
+        return RayProvider(settings)
     return MachineProvider(settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,18 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from tandem.build import optimizers
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
-from tandem.protocols import Algorithm, Credit, Engine, Environment, Trainer
+from tandem.protocols import Algorithm, Credit, Environment, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec, DrGrpoSpec
 from tandem.spec.data import DatasetData, FileData
-from tandem.spec.environment import EngineJudgeSpec as EngineJudgeSpec
-from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge, only_scores
-from tandem.spec.environment import HttpJudgeSpec as HttpJudgeSpec
+from tandem.spec.environment import EnvironmentSpec, only_scores
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import AdamWOffloadSpec, OwnOptimizerSpec
 from tandem.spec.own import OwnAlgorithmSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec, PreferenceAlgorithm
+from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, RewardModelSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 from tandem.types import Batch, Group, Metrics, Trajectory
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from tandem.data.rated_answers import Rated
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master_weights import Master
-    from tandem.rollout.judge import Judge
     from tandem.text.renderer import Renderer
     from tandem.train.crew import Crew
     from tandem.train.logprob_gap import CalibratedLimit
@@ -70,22 +66,6 @@ def close(environment: Environment | None) -> None:
 
     if isinstance(environment, WorkerEnvironment):
         environment.close()
-
-
-def judge(spec: JudgeSpec, engine: Engine, renderer: Renderer, max_context: int) -> Judge | None:
-    """Build the judge model that the environment asks; None if it asks none."""
-    from tandem.rollout.judge import EngineJudge, HttpJudge
-
-    match spec:
-        case NoJudge():
-            return None
-        case EngineJudgeSpec():
-            return EngineJudge(engine, renderer, max_context=max_context, timeout_s=spec.timeout_s)
-        case HttpJudgeSpec():
-            key = os.environ.get(spec.key_env, "") if spec.key_env else ""
-            if spec.key_env and not key:
-                raise SpecError(f"environment.judge.key_env = '{spec.key_env}': this environment variable is not set")
-            return HttpJudge(spec.url, spec.model, key, timeout_s=spec.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +110,18 @@ def settle_torch(spec: RunSpec) -> Any:
     return device
 
 
+def import_model_code(spec: RunSpec) -> None:
+    """Import what every model needs. Ranks do so before they meet: from a slow disk it takes minutes, and a rank that
+    makes no progress in an order for `parallel.deadline_s` is taken for lost."""
+    import transformers.generation.utils  # noqa: F401
+
+    if spec.model.lora is not None:
+        from tandem.model.lora import quiet_bitsandbytes
+
+        quiet_bitsandbytes()
+        import peft  # noqa: F401
+
+
 def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     """Return the torch device for a spec's `device`."""
     import torch
@@ -145,7 +137,9 @@ def run_model(spec: RunSpec, crew: Crew | None) -> BuiltModel:
     max_context = getattr(getattr(spec, "engine", None), "max_context", 0)  # SFT has no engine
     if crew is not None:
         return crew.order("model", max_context=max_context)[0]
-    return model(spec.model, spec.precision, spec.seed, device, max_context, num_shares=spec.parallel.num_shares)
+    scores = isinstance(spec, PreferenceSpec) and isinstance(spec.algorithm, RewardModelSpec)
+    shares = spec.parallel.num_shares
+    return model(spec.model, spec.precision, spec.seed, device, max_context, num_shares=shares, scores=scores)
 
 
 def model(
@@ -157,15 +151,17 @@ def model(
     *,
     crew: Crew | None = None,
     num_shares: int = 1,
+    scores: bool = False,
 ) -> BuiltModel:
     """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
-    rank calls this, and keeps its rows."""
+    rank calls this, and keeps its rows. `scores`: make it a reward model."""
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
     from tandem.model.policy import CausalPolicy
     from tandem.model.presets import make_model
     from tandem.model.quantized_base import quantized_parts
+    from tandem.model.reward_head import RewardPolicy, with_reward_head
     from tandem.model.warm_start import begin_with, is_adapter_start
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
@@ -184,6 +180,9 @@ def model(
     if warm_start is not None:
         module = begin_with(module, warm_start)  # before narrow, so that no bit of 32 is lost
     renderer = Renderer(tokenizer, thinking=spec.thinking)
+    kind = CausalPolicy
+    if scores:
+        kind, module = RewardPolicy, with_reward_head(module, tokenizer, renderer.end_id)
     master_weights = master(precision, seed, adapters=spec.lora is not None)
     options: dict[str, Any] = {
         "lora": spec.lora, "adapter": adapter, "activations": spec.activations, "packed": spec.attention == "packed",
@@ -199,7 +198,7 @@ def model(
         if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
             narrow(module, device, None if spec.lora else master_weights.adopt)
         module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto it
-        policy = CausalPolicy(module, tokenizer, **options)
+        policy = kind(module, tokenizer, **options)
     model_context = module.config.get_text_config().max_position_embeddings
     context = min(max_context or model_context, model_context)
     return BuiltModel(policy, renderer, device, context, master_weights, crew, num_shares)
@@ -276,8 +275,9 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         if stage is not None and stage.gradient_release:
             costs = "a failed step has already changed some weights; clipping uses the norm of earlier steps"
             found.append((f"{name}.gradient_release", True, True, costs))
-    why_not = model.policy.why_not_fused(getattr(spec.train, "top_p", 1.0))
-    found.append(("fused lm-head", True, not why_not, why_not))
+    if spec.algorithm is None or spec.algorithm.kind != "reward_model":
+        why_not = model.policy.why_not_fused(getattr(spec.train, "top_p", 1.0))
+        found.append(("fused lm-head", True, not why_not, why_not))
     if digests := digest.fused(model.device):
         found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
     if spec.deterministic:
@@ -364,7 +364,7 @@ def sft_algorithm(spec: OwnAlgorithmSpec | None = None) -> Algorithm:
 
 
 def preference_algorithm(spec: PreferenceAlgorithm) -> Algorithm:
-    from tandem.algo import dpo, kto, orpo, own
+    from tandem.algo import dpo, kto, orpo, own, reward_model
 
     match spec.kind:
         case "dpo":
@@ -373,6 +373,8 @@ def preference_algorithm(spec: PreferenceAlgorithm) -> Algorithm:
             return orpo.make(spec)
         case "kto":
             return kto.make(spec)
+        case "reward_model":
+            return reward_model.make(spec)
         case "own":
             return own.make(spec, dpo.make(DpoSpec()))
 

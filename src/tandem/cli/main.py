@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tandem.cli.agent import agent
 from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
+from tandem.cli.control import control_app
 from tandem.cli.engine import engine_app
 from tandem.cli.env_check import env_check
 from tandem.cli.feedback import feedback_command
@@ -31,9 +33,11 @@ from tandem.cli.options import (
     Version,
     view_of,
 )
+from tandem.cli.remote import cancel, is_run_id, login, logs, pull, resume_remote, submit
 from tandem.cli.rollouts import rollouts_app
-from tandem.cli.runs import env_list, runs
+from tandem.cli.runs import compare, env_list, report, runs, watch
 from tandem.cli.samples import samples
+from tandem.cli.sweep import sweep
 from tandem.cli.sync import sync_app
 from tandem.cli.targets import targets
 from tandem.errors import TandemError
@@ -56,6 +60,7 @@ app.add_typer(rollouts_app, name="rollouts")
 gateway_app = typer.Typer(help="Record any agent's conversations, token by token, for training.", no_args_is_help=True)
 app.add_typer(gateway_app, name="gateway")
 app.add_typer(artifacts_app, name="artifacts")
+app.add_typer(control_app, name="control")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/quickstart.toml.")]
 Supervise = Annotated[
@@ -193,7 +198,8 @@ def doctor(
 @app.command()
 def resume(
     run_dir: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory of a run that was killed, stopped or failed.")
+        Path,
+        typer.Argument(metavar="RUN", help="Directory, or id on a control server, of a run that did not succeed."),
     ],
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the run from a process that still holds it and cannot be ended.")
@@ -207,6 +213,8 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Resume a run from its last checkpoint. A run that succeeded is left unchanged."""
+    if is_run_id(str(run_dir)):
+        return resume_remote(str(run_dir))
     ranks, view = _ranks_of(overrides or ()), view_of(quiet=quiet, as_json=as_json)
     if supervise and view is not None:
         raise typer.BadParameter("--supervise cannot be combined with --quiet or --json: its child prints the view")
@@ -256,26 +264,6 @@ def digest(
 
 
 @app.command()
-def sweep(
-    spec: SpecFile,
-    seeds: Annotated[str, typer.Option(metavar="N,N,...", help="Seeds, separated by commas: --seeds 0,1,2")],
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory of the sweep; give it again to resume. Default: a new one.")
-    ] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Train SPEC once per seed and report the combined result. Exit code 1: a seed failed."""
-    from tandem.spec.load import load_spec, parse_seeds
-
-    numbers = parse_seeds(seeds)
-    checked = load_spec(spec, overrides or ())
-    from tandem.recipes.sweep import sweep
-
-    if sweep(checked, numbers, directory).failed:
-        raise typer.Exit(1)
-
-
-@app.command()
 def serve(
     source: Source,
     host: Host = "127.0.0.1",
@@ -310,20 +298,6 @@ def chat(
     from tandem.recipes.serve import chat_with
 
     chat_with(source, temperature=temperature, max_tokens=max_tokens, system=system, thinking=thinking)
-
-
-@app.command()
-def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, finished or not.")],
-    beside: Annotated[
-        list[Path] | None,
-        typer.Option("--with", metavar="RUN", help="Draw this run's curves, too, in report-beside.html. Repeatable."),
-    ] = None,
-) -> None:
-    """Rewrite report.html and curves.png of a run."""
-    from tandem.obs.report import write_report
-
-    typer.echo(write_report(run_dir, beside or ()))
 
 
 @app.command("eval")
@@ -369,7 +343,7 @@ def export(
     ] = "",
     gguf: Annotated[
         Literal["", "f32", "f16", "bf16", "q8_0", "q4_1"],
-        typer.Option(help="Write the whole model as one GGUF file of this kind, for llama.cpp. Default: no."),
+        typer.Option(help="Write one GGUF file of this kind, for llama.cpp, and a Modelfile for Ollama. Default: no."),
     ] = "",
     public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
@@ -380,32 +354,6 @@ def export(
         run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base, gguf=gguf
     )
     typer.echo(copy)
-
-
-@app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Two or more run directories.")],
-    confidence: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")] = 0.95,
-    as_json: AsJson = False,
-) -> None:
-    """Compare runs with the first one: specs, paired evaluations, curves, time and memory."""
-    from tandem.runs.compare import compare_json, compare_runs, compare_text
-
-    found = compare_runs(runs, confidence=confidence)
-    typer.echo(json.dumps(compare_json(found), indent=2) if as_json else compare_text(found))
-
-
-@app.command()
-def watch(
-    run_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
-    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Follow a run from another terminal: stage, step, metrics, events, stalls. Exit code 1: the run failed."""
-    from tandem.runs.watch import watch_run
-
-    if watch_run(run_dir, once=once, as_json=as_json, tell=typer.echo) == "failed":
-        raise typer.Exit(1)
 
 
 @spec_app.command("schema")
@@ -563,9 +511,12 @@ app.command()(atropos)
 env_app.command("check")(env_check)
 app.command()(init)
 app.command()(samples)
+app.command()(sweep)
 app.command("feedback")(feedback_command)
-app.command()(runs)
+for command in (runs, watch, report, compare, login, submit, cancel, logs, pull):
+    app.command()(command)
 app.command()(targets)
+app.command(hidden=True)(agent)
 env_app.command("list")(env_list)
 
 

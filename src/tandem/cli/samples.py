@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tandem.cli.options import AsJson
+from tandem.cli.remote import RunOrDir, run_directory
 
 _MOST_CHARACTERS = 600
 
 
 def samples(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory of recipe rl, finished or not.")],
+    run: RunOrDir,
     step: Annotated[str, typer.Option(metavar="N or N-M", help="Only of this step, or of these. Default: all.")] = "",
     min_reward: Annotated[float | None, typer.Option(help="Only with at least this reward. Default: all.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Only with at most this reward. Default: all.")] = None,
@@ -29,7 +29,7 @@ def samples(
     from tandem.io.kept_samples import samples
 
     found = samples(
-        run_dir, steps=_steps(step), min_reward=min_reward, max_reward=max_reward, grep=grep, limit=limit
+        run_directory(run), steps=_steps(step), min_reward=min_reward, max_reward=max_reward, grep=grep, limit=limit
     )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))

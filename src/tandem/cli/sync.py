@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from tandem.cli.options import AsJson
+from tandem.cli.remote import RunOrDir, run_directory
 
 sync_app = typer.Typer(
     help="Audit, inspect and benchmark the weight syncs from trainer to engine.", no_args_is_help=True
@@ -17,14 +18,14 @@ sync_app = typer.Typer(
 
 @sync_app.command("audit")
 def sync_audit(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, finished or not.")],
+    run: RunOrDir,
     as_json: AsJson = False,
 ) -> None:
     """Print each version's proof that the engines served it. Exit code 1: a version has no proof."""
     from tandem.obs.sync_audit import audit_sync
     from tandem.obs.sync_report import audit_json, audit_text
 
-    audit = audit_sync(run_dir)
+    audit = audit_sync(run_directory(run))
     typer.echo(json.dumps(audit_json(audit), indent=2) if as_json else audit_text(audit))
     if not audit.proven:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ out and none of its jobs is alive. `unknown` counts as alive.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.types import Handle, Sight
@@ -53,6 +53,7 @@ class RunView:
     """0: no limit."""
     spent_usd: float = 0.0
     """By closed attempts."""
+    spec_toml: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

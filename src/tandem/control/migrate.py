@@ -11,10 +11,19 @@ from alembic.script import ScriptDirectory
 from tandem.errors import StoreError
 
 
+def head() -> str:
+    """Return the revision of this release's tables."""
+    return str(ScriptDirectory.from_config(_config()).get_current_head())
+
+
+def revision(connection: sa.Connection) -> str:
+    """Return the revision of a database; empty if it has no tables yet."""
+    return MigrationContext.configure(connection).get_current_revision() or ""
+
+
 def migrate(connection: sa.Connection) -> None:
     """Upgrade in one transaction. StoreError if a newer release made the database: no upgrade is ever undone."""
-    config = Config()
-    config.set_main_option("script_location", "tandem.control:migrations")
+    config = _config()
     config.attributes["connection"] = connection
     scripts = ScriptDirectory.from_config(config)
     head = scripts.get_current_head()
@@ -27,3 +36,9 @@ def migrate(connection: sa.Connection) -> None:
             )
         if found != head:
             command.upgrade(config, "head")
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", "tandem.control:migrations")
+    return config

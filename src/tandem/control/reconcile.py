@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from tandem.control import transitions
@@ -35,7 +35,7 @@ from tandem.control.decide import (
     decide,
 )
 from tandem.control.store import Store
-from tandem.errors import Conflict, MaybeLaunched, ProviderRefused, ProviderSilent, StoreError
+from tandem.errors import Conflict, MaybeLaunched, ProviderBusy, ProviderRefused, ProviderSilent, StoreError
 from tandem.protocols import Provider
 from tandem.types import Handle, Job, Sight
 
@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _LAUNCHES_AT_ONCE = 16  # one over ssh takes a second
 _END_GRACE_S = 5.0
+_BUSY_MS = 5_000  # between two writes of a run that waits for room
 
 Decide = Callable[[RunView, AttemptView | None, Sequence[Sight] | None, int], Step]
 
@@ -52,14 +53,14 @@ class Reconciler:
         self,
         store: Store,
         providers: Mapping[str, Provider],
-        job_of: Callable[[AttemptView], Job],
+        job_of: Callable[[RunView, AttemptView], Awaitable[Job]],
         *,
         prefix: str,
         clock: Callable[[], int],
         decide: Decide = decide,
     ) -> None:
-        """`providers`: by target. `job_of`: the job of an attempt. `prefix`: of the names of this control plane's jobs;
-        jobs with another are never touched. `clock`: milliseconds since 1970."""
+        """`providers`: by target. `job_of`: the job of a run's attempt; ProviderRefused fails the run. `prefix`: of the
+        names of this control plane's jobs; jobs with another are never touched. `clock`: milliseconds since 1970."""
         self._store, self._providers, self._job_of = store, providers, job_of
         self._prefix, self._clock, self._decide = prefix, clock, decide
         self._settled: set[Handle] = set()  # seen dead, and closed: not looked at again
@@ -176,9 +177,14 @@ class Reconciler:
         """Ask for the job. An answer that is no answer writes nothing: the next pass finds the job, or asks again."""
         try:
             async with self._launching:
-                handle = await self._providers[attempt.target].launch(self._job_of(attempt))
+                handle = await self._providers[attempt.target].launch(await self._job_of(run, attempt))
         except (MaybeLaunched, ProviderSilent) as error:
             _log.warning("%s: %s", attempt.name, error)
+            return False
+        except ProviderBusy as error:
+            if (now := self._clock()) - attempt.at >= _BUSY_MS:
+                change = partial(transitions.wait_for_room, run=run, attempt=attempt, why=str(error), now=now)
+                await self._store.write(change)
             return False
         except ProviderRefused as error:
             return await self._do(run, attempt, Close("failed", str(error)))

@@ -3,7 +3,8 @@
 consumes: changes (functions of a Session)   waits for: the database's disk
 produces: their results, once they are committed
 
-Each change has a savepoint: one that raises is undone alone. One process at a time owns the database: the data
+A change that raises is undone alone: the batch is undone, and done again with a savepoint for each change. So a change
+may be called twice, and must leave nothing behind but rows. One process at a time owns the database: the data
 directory is locked, and on PostgreSQL the writing connection also holds an advisory lock, which ends with it. So a
 process that lost its connection can write nothing until it holds the lock again.
 """
@@ -120,8 +121,16 @@ class Store:
                 raise self._broken
             if self._connection is None:
                 self._connection = self._connect()
-            with self._connection.begin():
-                done = [each for each in batch if self._apply(self._connection, each)]
+            try:
+                with self._connection.begin():
+                    for each in batch:
+                        self._apply(self._connection, each)
+                done = batch
+            except exc.OperationalError:
+                raise  # the database's own failure
+            except Exception:  # noqa: BLE001 - of one of the changes; which, the savepoints show
+                with self._connection.begin():
+                    done = [each for each in batch if self._apply_alone(self._connection, each)]
         except (StoreError, exc.DBAPIError, OSError) as error:
             refusal = self._undone(error)
             for each in batch:
@@ -131,7 +140,12 @@ class Store:
         for each in done:
             each.future.set_result(each.result)
 
-    def _apply(self, connection: sa.Connection, write: _Write) -> bool:
+    def _apply(self, connection: sa.Connection, write: _Write) -> None:
+        with Session(connection, join_transaction_mode="rollback_only", expire_on_commit=False) as session:
+            write.result = write.change(session)
+            session.commit()  # flushes; the transaction is the batch's
+
+    def _apply_alone(self, connection: sa.Connection, write: _Write) -> bool:
         """Make a change. Return False if it raised: then it was undone, and its caller gets the error."""
         try:
             with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as session:

@@ -23,15 +23,67 @@ class Org(Base):
     name: Mapped[str] = mapped_column(_NAME, unique=True)
 
 
-class Run(Base):
-    """A run: its spec, what its owner wants, and its state."""
+class Project(Base):
+    """A part of an org, with a budget of its own."""
 
-    __tablename__ = "runs"
-    __table_args__ = (Index("runs_by_state", "state"), Index("runs_by_org", "org", "at"))
+    __tablename__ = "projects"
+    __table_args__ = (UniqueConstraint("org", "name", name="one_project_a_name"),)
     id: Mapped[str] = mapped_column(_ID, primary_key=True)
     org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
     at: Mapped[int] = mapped_column(BigInteger)
     name: Mapped[str] = mapped_column(_NAME)
+    budget_usd: Mapped[float] = mapped_column(Float)
+    """What its runs may cost together; 0: no limit."""
+    max_live_runs: Mapped[int] = mapped_column(Integer)
+    """How many of its runs may be on their way at a time; 0: no limit."""
+
+
+class Key(Base):
+    """A caller's key. The key itself is shown once; the row has its SHA-256."""
+
+    __tablename__ = "keys"
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    at: Mapped[int] = mapped_column(BigInteger)
+    name: Mapped[str] = mapped_column(_NAME)
+    sha256: Mapped[str] = mapped_column(String(64))
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    project: Mapped[str] = mapped_column(_ID)
+    """The only project that it may see; empty: all of its org."""
+    expires_at: Mapped[int] = mapped_column(BigInteger)
+    """0: never."""
+    revoked_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class Answered(Base):
+    """The answer to a write, by its caller and idempotency key, so that a repeated write gets the same answer."""
+
+    __tablename__ = "answered"
+    id: Mapped[str] = mapped_column(String(200), primary_key=True)
+    at: Mapped[int] = mapped_column(BigInteger, index=True)
+    digest: Mapped[str] = mapped_column(String(64))
+    """Of the request."""
+    answer: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class Run(Base):
+    """A run: its spec, what its owner wants, and its state."""
+
+    __tablename__ = "runs"
+    __table_args__ = (
+        Index("runs_by_state", "state"),
+        Index("runs_by_org", "org", "at"),
+        Index("runs_by_project", "project", "at"),
+    )
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    at: Mapped[int] = mapped_column(BigInteger)
+    project: Mapped[str] = mapped_column(_ID)
+    name: Mapped[str] = mapped_column(_NAME)
+    group: Mapped[str] = mapped_column(_NAME)
+    """Runs with the same word belong together, a sweep for example; empty: none."""
+    created_by: Mapped[str] = mapped_column(_ID)
+    """The id of the key that submitted it."""
     spec_toml: Mapped[str] = mapped_column(Text)
     target: Mapped[str] = mapped_column(_NAME)
     usd_per_hour: Mapped[float] = mapped_column(Float)
@@ -109,3 +161,12 @@ class Usage(Base):
     began: Mapped[int] = mapped_column(BigInteger)
     ended: Mapped[int] = mapped_column(BigInteger)
     usd: Mapped[float] = mapped_column(Float)
+
+
+class Stream(Base):
+    """The generation of one mirrored file. How long it is, the file itself says."""
+
+    __tablename__ = "streams"
+    run: Mapped[str] = mapped_column(_ID, ForeignKey("runs.id"), primary_key=True)
+    file: Mapped[str] = mapped_column(String(300), primary_key=True)
+    generation: Mapped[int] = mapped_column(BigInteger)

@@ -15,9 +15,11 @@ from sqlalchemy.orm import Session
 
 from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, wanted
 from tandem.control.ids import new_id
-from tandem.control.tables import Attempt, Event, Org, Run, Usage
+from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
 from tandem.errors import Conflict, Fenced, NotKnown
 from tandem.types import Handle
+
+_RUNS, _ATTEMPTS, _USAGE, _EVENTS = (cast("sa.Table", each.__table__) for each in (Run, Attempt, Usage, Event))
 
 LEASE_MS = 60_000
 """How long an agent may be silent. It renews every second."""
@@ -34,6 +36,9 @@ class Submitted:
     name: str
     spec_toml: str
     target: str
+    project: str = ""
+    group: str = ""
+    created_by: str = ""
     usd_per_hour: float = 0.0
     max_cost_usd: float = 0.0
     retries: int = 3
@@ -49,7 +54,8 @@ def make_org(session: Session, name: str, now: int) -> str:
 
 
 def submit(session: Session, asked: Submitted, now: int) -> str:
-    """Queue a run; return its id."""
+    """Queue a run; return its id. Conflict if its project's budget or number of runs does not allow it."""
+    _check_room(session, asked.project, asked.max_cost_usd)
     run = Run(
         id=new_id("run"), at=now, **asdict(asked), retries_left=asked.retries, want="run", wanted_at=now,
         state="queued", why="", wait_until=0, attempt_n=0, event_n=0, rev=0, ended_at=0,
@@ -60,13 +66,44 @@ def submit(session: Session, asked: Submitted, now: int) -> str:
     return run.id
 
 
+def _check_room(session: Session, project_id: str, usd: float) -> None:
+    """Conflict if a further run that may cost `usd` does not fit into its project. A run on its way counts with all
+    that it may cost, an ended one with what it did cost: the transaction of a submit reserves its budget."""
+    project = session.get(Project, project_id, with_for_update=True)
+    if project is None or not (project.budget_usd or project.max_live_runs):
+        return
+    of_project = Run.project == project_id
+    num_live = session.scalar(sa.select(sa.func.count()).where(of_project, Run.state.not_in(ENDED))) or 0
+    if 0 < project.max_live_runs <= num_live:
+        raise Conflict(
+            f"project '{project.name}' has {num_live} runs on their way, and max_live_runs = {project.max_live_runs}; "
+            "wait until one has ended, or cancel one",
+            field="project",
+        )
+    if not project.budget_usd:
+        return
+    if not usd:
+        raise Conflict(
+            f"max_cost_usd = 0: project '{project.name}' has a budget, so each run must say what it may cost at most",
+            field="max_cost_usd",
+        )
+    spent = sa.select(sa.func.coalesce(sa.func.sum(Usage.usd), 0.0)).where(Usage.run == Run.id).scalar_subquery()
+    may_cost = sa.case((Run.state.in_(ENDED), spent), (Run.max_cost_usd > spent, Run.max_cost_usd), else_=spent)
+    taken = session.scalar(sa.select(sa.func.sum(may_cost)).where(of_project)) or 0.0
+    if taken + usd > project.budget_usd:
+        raise Conflict(
+            f"max_cost_usd = {usd:g}: project '{project.name}' has {max(0.0, project.budget_usd - taken):g} of its "
+            f"budget of {project.budget_usd:g} USD left; ask for less, or raise the budget",
+            field="max_cost_usd",
+        )
+
+
 def ask_to_end(session: Session, org: str, run_id: str, want: Literal["stop", "cancel"], now: int) -> None:
     """Ask a run to end. Again, or after its end, is harmless; a cancel also follows a stop, but not the reverse."""
     run = _run(session, org, run_id)
     if run.state in ENDED or run.want == "cancel" or run.want == want:
         return
-    _set_run(session, run.id, run.rev, want=want, wanted_at=now)
-    _tell(session, run_id, now, "want", want=want)
+    _set_run(session, run.id, run.rev, now, "want", {"want": want}, want=want, wanted_at=now)
 
 
 def resume(session: Session, org: str, run_id: str, now: int) -> None:
@@ -74,9 +111,9 @@ def resume(session: Session, org: str, run_id: str, now: int) -> None:
     run = _run(session, org, run_id)
     if run.state not in ENDED or run.state == "succeeded":
         raise Conflict(f"run '{run_id}' is {run.state}; only one that stopped, failed or was cancelled can be resumed")
+    _check_room(session, run.project, max(0.0, run.max_cost_usd - spent_by_run(session, [run.id]).get(run.id, 0.0)))
     fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
-    _set_run(session, run.id, run.rev, retries_left=run.retries, **fresh)
-    _tell(session, run_id, now, "state", state="queued")
+    _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, retries_left=run.retries, **fresh)
 
 
 # --- an agent
@@ -99,13 +136,29 @@ def claim(session: Session, attempt_id: str, instance: str, now: int) -> None:
 
 def renew(session: Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int) -> Want:
     """Renew the lease by a sign of life; return what the execution should do. Fenced if it must end at once."""
-    attempt = _claimed_by(session, attempt_id, instance)
-    moved = {"moved_at": now, "ticks": ticks} if ticks != attempt.ticks else {}
-    _set_attempt(
-        session, attempt_id, Attempt.state == "claimed", lease_until=now + LEASE_MS, limit_ms=limit_ms, **moved
+    table = _ATTEMPTS
+    held = sa.and_(table.c.id == attempt_id, table.c.state == "claimed", table.c.claimed_by == instance)
+    moved_at = sa.case((table.c.ticks == ticks, table.c.moved_at), else_=now)
+    renewed = sa.update(table).where(held, table.c.ended_at == 0)
+    renewed = renewed.values(lease_until=now + LEASE_MS, limit_ms=limit_ms, moved_at=moved_at, ticks=ticks)
+    found = session.execute(renewed.returning(table.c.run, table.c.claimed_at, table.c.usd_per_hour)).one_or_none()
+    if found is None:
+        check_claimed(session, attempt_id, instance)
+        raise Fenced(f"attempt '{attempt_id}' has ended by its own word; write nothing more")
+    spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(_USAGE.c.run == found.run).scalar_subquery()
+    run = session.execute(
+        sa.select(_RUNS.c.want, _RUNS.c.wanted_at, _RUNS.c.max_cost_usd, spent).where(_RUNS.c.id == found.run)
+    ).one()
+    view = RunView(
+        found.run, "running", run.want, wanted_at=run.wanted_at, max_cost_usd=run.max_cost_usd, spent_usd=run[3] or 0.0
     )
-    run, views = _run(session, attempt.org, attempt.run), _spent(session, [attempt.run])
-    return wanted(view_of_run(run, views.get(run.id, 0.0)), view_of_attempt(attempt), now)[0]
+    attempt = AttemptView(attempt_id, 0, "", "claimed", claimed_at=found.claimed_at, usd_per_hour=found.usd_per_hour)
+    return wanted(view, attempt, now)[0]
+
+
+def check_claimed(session: Session, attempt_id: str, instance: str) -> None:
+    """Fenced unless this execution holds the attempt."""
+    _claimed_by(session, attempt_id, instance)
 
 
 def end(session: Session, attempt_id: str, instance: str, ending: Ending, now: int) -> None:
@@ -123,7 +176,7 @@ def live(session: Session) -> list[tuple[RunView, AttemptView | None]]:
     found = session.execute(
         sa.select(Run, Attempt).join(Attempt, newest, isouter=True).where(Run.state.not_in(ENDED)).order_by(Run.at)
     ).all()
-    spent = _spent(session, [run.id for run, _ in found])
+    spent = spent_by_run(session, [run.id for run, _ in found])
     return [
         (view_of_run(run, spent.get(run.id, 0.0)), None if attempt is None else view_of_attempt(attempt))
         for run, attempt in cast("list[tuple[Run, Attempt | None]]", found)
@@ -139,7 +192,8 @@ def open_names(session: Session, names: Sequence[str]) -> set[str]:
 def open_attempt(session: Session, run: RunView, n: int, prefix: str, now: int) -> None:
     """Write an attempt's row, with the name that its job will have, before the provider is asked."""
     row = session.get_one(Run, run.id)
-    _set_run(session, run.id, run.rev, state="starting", why="", attempt_n=n)
+    told = {"state": "starting", "attempt": n}
+    _set_run(session, run.id, run.rev, now, "state", told, state="starting", why="", attempt_n=n)
     session.add(
         Attempt(
             id=new_id("attempt"), org=row.org, run=run.id, at=now, n=n, name=f"{prefix}{run.id}-{n}", target=row.target,
@@ -148,16 +202,21 @@ def open_attempt(session: Session, run: RunView, n: int, prefix: str, now: int) 
         )
     )  # fmt: skip
     session.flush()
-    _tell(session, run.id, now, "state", state="starting", attempt=n)
 
 
 def note_handle(session: Session, attempt: AttemptView, handle: Handle) -> None:
     _set_attempt(session, attempt.id, sa.and_(Attempt.state != "closed"), handle=asdict(handle))
 
 
+def wait_for_room(session: Session, run: RunView, attempt: AttemptView, why: str, now: int) -> None:
+    """Write why a job cannot be started yet. The time in which it must have been started begins again."""
+    session.execute(sa.update(_RUNS).where(_RUNS.c.id == run.id, _RUNS.c.rev == run.rev).values(why=why))
+    _set_attempt(session, attempt.id, Attempt.state == "open", at=now)
+
+
 def move(session: Session, run: RunView, state: RunState, why: str, now: int) -> None:
-    _set_run(session, run.id, run.rev, state=state, why=why, **({"ended_at": now} if state in ENDED else {}))
-    _tell(session, run.id, now, "state", state=state, why=why)
+    more: dict[str, Any] = {"ended_at": now} if state in ENDED else {}
+    _set_run(session, run.id, run.rev, now, "state", {"state": state, "why": why}, state=state, why=why, **more)
 
 
 def close(
@@ -168,7 +227,8 @@ def close(
     more: dict[str, Any] = {"ended_at": now} if state in ENDED else {}
     if again:
         more = {"wait_until": now + wait_ms, "retries_left": run.retries_left - 1}
-    _set_run(session, run.id, run.rev, state=state, why=why, **more)
+    told = {"state": state, "why": why, "attempt": attempt.n}
+    _set_run(session, run.id, run.rev, now, "state", told, state=state, why=why, **more)
     as_read = sa.and_(
         Attempt.state == attempt.state,
         Attempt.lease_until == attempt.lease_until,
@@ -185,7 +245,7 @@ def close(
                 usd=attempt.cost_usd(until),
             )
         )  # fmt: skip
-    _tell(session, run.id, now, "state", state=state, why=why, attempt=attempt.n)
+    session.flush()
 
 
 # --- rows
@@ -194,7 +254,7 @@ def close(
 def view_of_run(row: Run, spent_usd: float) -> RunView:
     return RunView(
         row.id, cast("RunState", row.state), cast("Want", row.want), row.rev, row.attempt_n, row.retries,
-        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd,
+        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml,
     )  # fmt: skip
 
 
@@ -210,7 +270,7 @@ def _ending(told: dict[str, Any]) -> Ending:
     return Ending(cast("EndState", told["state"]), str(told["why"]), bool(told["retriable"]))
 
 
-def _spent(session: Session, runs: Sequence[str]) -> dict[str, float]:
+def spent_by_run(session: Session, runs: Sequence[str]) -> dict[str, float]:
     if not runs:
         return {}
     sums = sa.select(Usage.run, sa.func.sum(Usage.usd)).where(Usage.run.in_(runs)).group_by(Usage.run)
@@ -238,10 +298,15 @@ def _claimed_by(session: Session, attempt_id: str, instance: str) -> Attempt:
     return attempt
 
 
-def _set_run(session: Session, run_id: str, rev: int, **values: Any) -> None:
-    found = session.execute(sa.update(Run).where(Run.id == run_id, Run.rev == rev).values(rev=rev + 1, **values))
-    if cast("sa.CursorResult[Any]", found).rowcount != 1:
+def _set_run(session: Session, run_id: str, rev: int, now: int, kind: str, body: dict[str, Any], **values: Any) -> None:
+    """Change a run as it was read, and write the event that tells of it."""
+    as_read = sa.update(_RUNS).where(_RUNS.c.id == run_id, _RUNS.c.rev == rev)
+    changed = as_read.values(rev=rev + 1, event_n=_RUNS.c.event_n + 1, **values)
+    found = session.execute(changed.returning(_RUNS.c.event_n, _RUNS.c.org)).one_or_none()
+    if found is None:
         raise Conflict(f"run '{run_id}' has changed since it was read; send it again")
+    session.execute(sa.insert(_EVENTS), {"run": run_id, "n": found[0], "org": found[1], "at": now, "kind": kind,
+                                         "body": body})  # fmt: skip
 
 
 def _set_attempt(session: Session, attempt_id: str, where: sa.ColumnElement[bool], **values: Any) -> bool:

@@ -52,7 +52,7 @@ class Deployer:
 def name_ends(module: Any, tokenizer: Any, end_ids: Collection[int], never_ends: Collection[int]) -> None:
     """Add the ids that end an answer, and the padding id, to the configs that an export has. Without them another
     program would generate past the end. `never_ends`: ids that a config names and that end no answer."""
-    for config in (module.config.get_text_config(), module.generation_config):
+    for config in (module.config.get_text_config(), getattr(module, "generation_config", None)):
         if config is None or not end_ids:
             continue
         named = config.eos_token_id

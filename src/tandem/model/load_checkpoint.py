@@ -88,8 +88,9 @@ def is_adapter(source: str, field: str) -> bool:
         raise SpecError(f"{field} = '{source}': no such directory, and the hub does not answer: {error}") from error
 
 
-def refuse_unfit(path: str, revision: str, field: str = "model.path") -> Any:
-    """Return the model's config. Raise SpecError if transformers would not load exactly this model's weights."""
+def refuse_unfit(path: str, revision: str, field: str = "model.path", *, reward_model: bool = False) -> Any:
+    """Return the model's config. Raise SpecError if transformers would not load exactly this model's weights.
+    `reward_model`: whether it must have a score in the place of an lm-head."""
     from transformers import AutoConfig
 
     refuse_no_model(path, revision, field)
@@ -99,6 +100,11 @@ def refuse_unfit(path: str, revision: str, field: str = "model.path") -> Any:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SpecError(f"{field} = '{path}': no causal language model can be loaded from it: {error}") from error
+    has_score = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
+    if has_score is not reward_model:
+        what = "has a score for a head (a reward model)" if has_score else "has no score for a head: no reward model"
+        way_out = "it generates no text; name it as environment.judge.path" if has_score else "name a reward model"
+        raise SpecError(f"{field} = '{path}': {what}; {way_out}")
     if getattr(config, "quantization_config", None):
         raise SpecError(
             f"{field} = '{path}': its weights are quantised; set {field} to the exact model (model.lora.base = 'int8' "

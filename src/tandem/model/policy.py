@@ -73,7 +73,7 @@ class CausalPolicy:
         # Compiled layers decide themselves which activations to recompute.
         by_compiler = compiled and activations == "selective"
         self.activations = Activations(module, "keep" if by_compiler else activations)
-        self.head = Head(module, len(tokenizer))
+        self.head = self._make_head(module)
         module.eval()  # even for training: with dropout it would not be the policy that the engine samples from
         why_not = _why_not_compiled(module, activations)
         self.forward: Forward = self._inside(
@@ -82,6 +82,9 @@ class CausalPolicy:
         if by_compiler and self.forward.why_not_compiled:
             self.activations = Activations(module, activations)
         self._inside(self.head.check, module)
+
+    def _make_head(self, module: Any) -> Head:
+        return Head(module, len(self.tokenizer))
 
     # --- scoring
 

@@ -114,7 +114,12 @@ def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
     """Return the next commands, which work in the current directory."""
     tandem, run = _command(), shlex.quote(str(run_dir))
     commands: list[tuple[str, str]] = []
-    if (run_dir / "export").exists():
+    if status.get("algorithm") == "reward_model" and (run_dir / "export").exists():
+        commands = [
+            (f"{tandem} export {run}", "a copy with a model card; transformers loads it as a model with one label"),
+            (f"{tandem} init", "a spec for GRPO; docs/data.md says how this model becomes its reward"),
+        ]
+    elif (run_dir / "export").exists():
         commands = [
             (f"{tandem} chat {run}", "talk to the model"),
             (f"{tandem} serve {run}", "an OpenAI-compatible API on this machine"),

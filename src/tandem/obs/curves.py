@@ -23,8 +23,8 @@ Eval = tuple[int, float]
 _STAGE_NAMES = {"warmup": "warm-up", "sft": "supervised", "preference": "preferences", "rl": "RL"}
 
 
-_PAPER, _INK, _MUTED, _GRID, _SHADE = "#ffffff", "#1d2329", "#69727c", "#e9ecef", "#f3f5f8"
-_MAIN, _ACCENT, _SIDE = "#2563eb", "#d9480f", "#0d7a6f"
+PAPER, INK, MUTED, GRID, _SHADE = "#ffffff", "#1d2329", "#69727c", "#e9ecef", "#f3f5f8"
+MAIN, ACCENT, _SIDE = "#2563eb", "#d9480f", "#0d7a6f"
 _PLACES = {"left": 0.06, "right": 0.985, "top": 0.88, "bottom": 0.055, "hspace": 0.3, "wspace": 0.28}
 
 
@@ -59,11 +59,11 @@ def curves_png(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.5, 6.0), dpi=144, facecolor=_PAPER)
+    figure = Figure(figsize=(10.5, 6.0), dpi=144, facecolor=PAPER)
     FigureCanvasAgg(figure)
     _fill(figure, rows, title, evals, measure)
     buffer = BytesIO()
-    figure.savefig(buffer, format="png", facecolor=_PAPER, metadata={"Software": None})
+    figure.savefig(buffer, format="png", facecolor=PAPER, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -83,7 +83,7 @@ def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval]
     heights = [2.1, 1] if small else [1]
     grid = figure.add_gridspec(len(heights), max(len(small), 1), height_ratios=heights, **_PLACES)
     if title := printable(title):
-        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK, parse_math=False)
+        figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK, parse_math=False)
     axes = figure.add_subplot(grid[0, :])
     _dress(axes, f"{top.title} by optimizer step", ticks=10)
     _draw_main(axes, rows, top)
@@ -91,7 +91,7 @@ def _fill(figure: Figure, rows: Sequence[Row], title: str, evals: Sequence[Eval]
     _shade_stages(axes, rows)
     if axes.get_legend_handles_labels()[0]:
         corner = "lower right" if has_reward else "upper right"
-        axes.legend(frameon=False, fontsize=8.5, labelcolor=_INK, loc=corner)
+        axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc=corner)
     for column, panel in enumerate(small):
         axes = figure.add_subplot(grid[1, column])
         _dress(axes, panel.title, whole=panel.whole)
@@ -128,14 +128,14 @@ def _number(value: Any) -> float:
 def _dress(axes: Axes, title: str, *, ticks: int = 6, whole: bool = False) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.set_facecolor(_PAPER)
-    axes.set_title(title, loc="left", fontsize=9.5, color=_INK, pad=8)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_facecolor(PAPER)
+    axes.set_title(title, loc="left", fontsize=9.5, color=INK, pad=8)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color(_GRID)
-    axes.tick_params(length=0, labelsize=8, colors=_MUTED)
+        spine.set_color(GRID)
+    axes.tick_params(length=0, labelsize=8, colors=MUTED)
     round_steps = [1, 2, 2.5, 5, 10]
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=ticks, steps=round_steps, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=whole, nbins=6, steps=round_steps))
@@ -165,7 +165,7 @@ def _shade_stages(axes: Axes, rows: Sequence[Row]) -> None:
             ha="center",
             va="top",
             fontsize=8.5,
-            color=_MUTED,
+            color=MUTED,
         )
 
 
@@ -178,7 +178,7 @@ def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel) -> None:
     axes.plot(
         steps,
         values,
-        color=_MAIN,
+        color=MAIN,
         linewidth=1,
         alpha=0.38 if window > 1 else 1,
         label=noun,
@@ -189,7 +189,7 @@ def _draw_main(axes: Axes, rows: Sequence[Row], panel: _Panel) -> None:
         axes.plot(
             steps,
             rolling_mean(values, window),
-            color=_MAIN,
+            color=MAIN,
             linewidth=2.2,
             solid_capstyle="round",
             label=f"rolling mean over {window} steps",
@@ -205,12 +205,12 @@ def _draw_evals(axes: Axes, evals: Sequence[Eval], measure: Measure) -> None:
     axes.plot(
         steps,
         values,
-        color=_ACCENT,
+        color=ACCENT,
         linewidth=1,
         linestyle=(0, (2, 3)),
         marker="D",
         markersize=6,
-        markeredgecolor=_PAPER,
+        markeredgecolor=PAPER,
         label=f"held-out {measure}",
         zorder=4,
         clip_on=False,
@@ -227,6 +227,6 @@ def _draw_evals(axes: Axes, evals: Sequence[Eval], measure: Measure) -> None:
             ha="center",
             fontsize=8.5,
             fontweight="bold",
-            color=_ACCENT,
-            path_effects=[withStroke(linewidth=2.5, foreground=_PAPER)],
+            color=ACCENT,
+            path_effects=[withStroke(linewidth=2.5, foreground=PAPER)],
         )

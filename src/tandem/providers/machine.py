@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
-from tandem.errors import MaybeLaunched, ProviderRefused, ProviderSilent
-from tandem.providers.settings import TargetSettings, check_job, checked_name, checked_path
-from tandem.providers.shell import Answer, Shell, SshSettings, exports, only_from_here
-from tandem.types import Handle, Job, Need, Offer, Sight
-
-_REFUSED = 69
-_KILL_S = 2.0
+from tandem.errors import ProviderRefused, ProviderSilent
+from tandem.providers.scripted import ScriptedProvider
+from tandem.providers.settings import TargetSettings
+from tandem.providers.shell import Shell, SshSettings, only_from_here
+from tandem.types import Job, Need, Offer
 
 
 class MachineSettings(TargetSettings):
@@ -42,17 +38,20 @@ class SshTargetSettings(MachineSettings, SshSettings):
     kind: Literal["ssh"] = "ssh"
 
 
-class MachineProvider:
+class MachineProvider(ScriptedProvider):
     """Starts command lines on one machine, as children of no process."""
 
+    script = "machine.sh"
+
     def __init__(self, settings: LocalSettings | SshTargetSettings) -> None:
-        self.settings, self._root = settings, settings.directory
+        self.settings = settings
         if isinstance(settings, LocalSettings):
             env = only_from_here(settings.pass_env)
-            self._name, self._shell = "local", Shell("this machine", env=env, timeout_s=settings.timeout_s)
+            self._name, shell = "local", Shell("this machine", env=env, timeout_s=settings.timeout_s)
         else:
             command = settings.command(settings.timeout_s)
-            self._name, self._shell = settings.host, Shell(settings.host, command, timeout_s=settings.timeout_s)
+            self._name, shell = settings.host, Shell(settings.host, command, timeout_s=settings.timeout_s)
+        super().__init__(settings, settings.directory, shell, kind=settings.kind)
 
     async def offers(self, need: Need) -> list[Offer]:
         """Return the machine as one offer."""
@@ -78,81 +77,12 @@ class MachineProvider:
             return [offer]
         return [replace(offer, fits=verdict == "busy", now=False, why_not=rest[0])]
 
-    async def launch(self, job: Job) -> Handle:
-        """Begin the job, unless it has begun."""
-        check_job(job, self.settings.kind)
+    async def launch_arguments(self, job: Job) -> Sequence[str]:
         if job.offer not in ("", self._name):
             raise ProviderRefused(f"job.offer = '{job.offer}': this target has one offer, '{self._name}'")
-        try:
-            answer = await self._run("launch", job.name, *_wanted(job.need), *job.argv, env=exports(job.env))
-        except ProviderSilent as error:
-            raise MaybeLaunched(f"{job.name}: {error}") from error
-        if answer.code == _REFUSED:
-            raise ProviderRefused(f"{self._name}: {answer.lines[-1][-1]}")
-        if answer.code != 0 or ["begun", job.name] not in answer.lines:
-            raise MaybeLaunched(f"{job.name}: {self._shell.where} answered with code {answer.code}: {answer.error}")
-        return Handle(job.name)
-
-    async def find(self, prefix: str) -> list[Handle]:
-        """Return every job that ever began here."""
-        answer = self._checked(await self._run("find_jobs", checked_name(prefix, prefix=True)))
-        return [Handle(name) for (name,) in answer.lines]
-
-    async def look(self, handles: Sequence[Handle]) -> list[Sight]:
-        """Return a sight of each, by one command for all."""
-        if not handles:
-            return []
-        try:
-            answer = self._checked(await self._run("look", *(checked_name(handle.name) for handle in handles)))
-            seen = {line[0]: line[1:] for line in answer.lines if len(line) == 4}
-        except (ProviderSilent, ProviderRefused) as error:
-            return [Sight(handle, "unknown", why=str(error)) for handle in handles]
-        return [_sight(handle, seen.get(handle.name)) for handle in handles]
-
-    async def end(self, handle: Handle, grace_s: float) -> None:
-        """Send SIGTERM to the job's first process; after `grace_s`, or once it has ended, SIGKILL to all the others."""
-        name = checked_name(handle.name)
-        left = await self._state_after("term", name)
-        grace_until, rest_until, pause_s = time.monotonic() + grace_s, math.inf, 0.1
-        while left != "no" and time.monotonic() < min(grace_until, rest_until):
-            await asyncio.sleep(min(pause_s, max(0.0, grace_until - time.monotonic())))
-            pause_s = min(2 * pause_s, 2.0)
-            left = await self._state_after("lives", name)
-            if left == "rest" and rest_until == math.inf:
-                rest_until = time.monotonic() + _KILL_S
-        if left != "no":
-            self._checked(await self._run("end_now", name))
-
-    async def read(self, handle: Handle, path: str, offset: int, limit: int) -> bytes:
-        """Return bytes of a file in the job's directory; what it prints is in `console`."""
-        name, path = checked_name(handle.name), checked_path(path)
-        return self._checked(await self._run("read_file", name, path, str(offset), str(limit))).out
-
-    async def _state_after(self, function: str, name: str) -> str:
-        lines = self._checked(await self._run(function, name)).lines
-        if not lines or lines[-1][0] not in ("first", "rest", "no"):
-            raise ProviderSilent(f"{self._shell.where}: an answer that is none: {lines!r:.200}")
-        return lines[-1][0]
-
-    async def _run(self, function: str, *arguments: str, env: str = "") -> Answer:
-        return await self._shell.run("machine.sh", self._root, function, *arguments, prelude=env)
-
-    def _checked(self, answer: Answer) -> Answer:
-        if answer.code != 0:
-            raise ProviderSilent(f"{self._shell.where}: code {answer.code}: {answer.error}")
-        return answer
+        return *_wanted(job.need), *job.argv
 
 
 def _wanted(need: Need) -> list[str]:
     memory = math.ceil(need.memory_gib * 1024), need.gpus, math.ceil(need.gpu_memory_gib * 1000)
     return [str(need.cpus), *map(str, memory), need.gpu]
-
-
-def _sight(handle: Handle, seen: list[str] | None) -> Sight:
-    match seen:
-        case ["ended", code, _] if code.isdecimal():
-            return Sight(handle, "ended", int(code))
-        case ["running" | "gone" as state, _, why]:
-            return Sight(handle, state, why=why)
-        case _:
-            return Sight(handle, "unknown", why=f"an answer that is none: {seen!r:.200}")

@@ -1,5 +1,6 @@
-# What one machine does for a provider: starts jobs, looks at them, ends them. Read whole by `sh -s`, with a last line that
-# calls one function; a text that was cut on its way therefore does nothing. Needs Linux, flock, setsid and GNU grep.
+# What one machine does for a provider: starts jobs, looks at them, ends them. Read whole by `sh -s`, after common.sh and
+# with a last line that calls one function; a text that was cut on its way therefore does nothing. Needs Linux, flock, setsid
+# and GNU grep.
 #
 #   ROOT/NAME/         the job's directory, in which its command line runs
 #     console          what it printed
@@ -10,7 +11,6 @@
 #
 # A job begins once: `pid` is written by the first process itself, under a lock that it inherits from the launch. If it dies
 # before that, the lock is free and nothing has begun.
-set -u
 
 alive() {  # JOB: whether its first process lives; sets pid, start, boot, parent
   { read -r pid start boot parent < "$1/pid"; } 2> /dev/null || return 1
@@ -39,12 +39,6 @@ members() {  # NAME: the pids of its processes: those with its mark in their env
       } while (more)
       for (p in job) if (p in parent) print p
     }'
-}
-
-no() {  # why a need is not met: "busy" for now, "never" for good
-  kind=$1; shift
-  printf '%s\t%s\n' "$kind" "$*"
-  return 1
 }
 
 gpus() { nvidia-smi --query-gpu=index,memory.total,memory.used,name --format=csv,noheader,nounits 2> /dev/null; }
@@ -101,11 +95,15 @@ begin='start() { set -- ${1##*) }; echo "${20}"; }
   flock -u 9; exec 9>&-
   exec "$@"'
 
-launch() {  # NAME CPUS MIB GPUS GPU_MIB GPU_NAME COMMAND...: begins it, or finds that it has begun
+over() { ! alive "$root/$1/.job" && [ -z "$(members "$1")" ]; }  # NAME: whether none of its processes lives
+
+launch() {  # DAYS NAME CPUS MIB GPUS GPU_MIB GPU_NAME COMMAND...: begins it, or finds that it has begun
+  days=$1; shift
   name=$1 job=$root/$1/.job mask=$(umask)
   umask 077
   mkdir -p "$root" && exec 9>> "$root/.lock" && flock 9 || exit 70
   if [ ! -e "$job/pid" ]; then
+    (tidy "$days")
     found=$(room "$2" "$3" "$4" "$5" "$6") || { printf '%s\n' "$found"; exit 69; }
     mkdir -p "$job" || exit 70
     list=${found#*	}
@@ -168,15 +166,4 @@ end_now() {  # NAME: SIGKILL to all its processes; at first not to the shell tha
     sleep 0.1
   done
   [ -z "$(members "$1")" ] || { echo "SIGKILL does not end: $left"; exit 70; }
-}
-
-read_file() {  # NAME PATH OFFSET LIMIT
-  [ -f "$root/$1/$2" ] || return 0
-  tail -c "+$(($3 + 1))" -- "$root/$1/$2" | head -c "$4"
-}
-
-main() {  # ROOT FUNCTION ARGUMENTS...
-  case $1 in '~') root=$HOME ;; '~/'*) root=$HOME/${1#'~/'} ;; *) root=$1 ;; esac
-  shift
-  "$@"
 }

@@ -21,6 +21,9 @@ class TargetSettings(Spec):
     """The command that starts Tandem there: a name on the PATH, or the path of a virtual environment's `bin/tandem`."""
     usd_per_hour: float = Field(default=0.0, ge=0)
     """What an hour of one host costs you; 0 for a machine of your own."""
+    keep_days: int = Field(default=30, ge=0)
+    """Days after which a launch removes the directories of jobs that are over, 20 at most at a time; 0: never. Run
+    directories are not in them, and stay."""
     timeout_s: float = Field(default=30.0, gt=0)
     """Seconds to wait for an answer. A host that takes longer is silent: nothing is concluded about its jobs."""
 

@@ -88,9 +88,10 @@ class Shell:
     _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
     async def run(self, script: str, root: str, function: str, *arguments: str, prelude: str = "") -> Answer:
-        """Call a function of `script`, a file of this package. ProviderSilent if its answer does not arrive."""
+        """Call a function of `script`, a file beside this one, which common.sh precedes. ProviderSilent if there is no
+        answer."""
         call = " ".join(["main", shlex.quote(root), function, *map(shlex.quote, arguments)])
-        text = "\n".join([_read(script), prelude, call, ""])
+        text = "\n".join([_read("common.sh"), _read(script), prelude, call, ""])
         async with self._free:
             answer = await self._answer(text.encode())
         if answer.code == 255 and self.command[0] == "ssh":

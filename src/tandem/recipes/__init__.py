@@ -76,6 +76,8 @@ def run(
     spec = with_objects(spec, objects)
     if isinstance(spec, RlSpec) and isinstance(spec.rollouts, AtroposRollouts):
         raise SpecError("rollouts.kind = 'atropos': start this spec with `tandem atropos SPEC`")
+    if spec.sweep is not None:
+        raise SpecError("sweep: is for several runs: start them with `tandem sweep SPEC`, or leave [sweep] out")
     # Before torch is imported: missing files and wrong environment parameters are refused at once.
     _refuse_missing(spec)
     spec = spec.in_place()  # absolute paths: the run may be resumed from another directory

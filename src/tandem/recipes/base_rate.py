@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import training
+from tandem.build.judges import judge_model
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.obs.claims import answers, figure_of
 from tandem.recipes.serve import find_model, load_model
@@ -169,7 +170,7 @@ def _play(
         model.context,
         spec.engine.deadline_s if spec else HfEngineSpec().deadline_s,
         environment_spec.episode_timeout_s,
-        judge=training.judge(environment_spec.judge, engine, model.renderer, model.context),
+        judge=judge_model(environment_spec.judge, engine, model.renderer, model.context),
         retries=1 if environment_spec.workers else 0,
     )
     failures: list[EpisodeFailed] = []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.build import standalone_engines, training
+from tandem.build.judges import judge_model
 from tandem.errors import EngineError
 from tandem.recipes.serve import find_model
 from tandem.rollout.episode import Setting
@@ -62,7 +63,7 @@ def serve_environment(
         alone, _ = standalone_engines.followed(engine, Path(engine_token_file), path, thinking=thinking)
         setting = Setting(
             environment, alone.engine, alone.renderer, sampling or Sampling(), alone.context, engine_deadline_s,
-            episode_timeout_s, judge=training.judge(spec.judge, alone.engine, alone.renderer, alone.context),
+            episode_timeout_s, judge=judge_model(spec.judge, alone.engine, alone.renderer, alone.context),
             retries=1 if workers else 0,
         )  # fmt: skip
         registration = EnvironmentRegistration(

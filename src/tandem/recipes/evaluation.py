@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import training
+from tandem.build.judges import judge_model
 from tandem.errors import SpecError
 from tandem.obs.claims import change_of, figure_of
 from tandem.recipes.serve import find_model, load_model
@@ -122,7 +123,7 @@ def _play(
         spec.engine.deadline_s,
         environment_spec.episode_timeout_s,
         0.0,
-        training.judge(environment_spec.judge, engine, model.renderer, model.context),
+        judge_model(environment_spec.judge, engine, model.renderer, model.context),
         retries=1 if environment_spec.workers else 0,
     )
 

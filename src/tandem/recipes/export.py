@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.build import training
-from tandem.errors import ArtifactError, RunError
+from tandem.build.ollama import ollama_modelfile
+from tandem.errors import ArtifactError, RunError, TemplateError
 from tandem.io import atomic_write
 from tandem.io.gguf.writer import GgufKind, write_gguf
 from tandem.recipes.adapter_base import base_id, name_base
@@ -21,6 +23,7 @@ from tandem.runs.storage_retry import Limits, tried
 from tandem.spec.model import PresetModel
 from tandem.spec.run import RunSpec
 
+_log = logging.getLogger(__name__)
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 
 
@@ -43,7 +46,7 @@ def export_run(
     RUN/deploy, RUN/deploy-merged, or with `step` RUN/deploy-step-N. `step`: export that checkpoint, of a run in any
     state. `base`: the id of an adapter's base on the hub, where a local directory does not say it. `push`: also upload
     to a repository of the Hugging Face hub, in one commit. `gguf`: write the whole model as one GGUF file
-    of this kind, into RUN/deploy-gguf.
+    of this kind, with a Modelfile for Ollama, into RUN/deploy-gguf.
 
     `run_dir` may also be the data directory of an online server. `version` then selects a version (a number, `anchor-N`
     or `current`, the default), and the directory defaults to export/version-N in it.
@@ -68,6 +71,8 @@ def export_run(
     as_adapter = spec.model.lora is not None and not merge
     if as_adapter and isinstance(spec.model, PresetModel):
         raise RunError(f"{run_dir}: the adapter's base was made from scratch, so the adapter needs it; add --merge")
+    if gguf and getattr(spec.algorithm, "kind", "") == "reward_model":
+        raise RunError(f"--gguf {gguf}: a reward model has no lm-head, which a GGUF file needs; leave --gguf out")
     source = run_dir / "export" if step is None else _checkpoint(run_dir, step) / "deploy"
     if not source.exists():
         raise RunError(f"{run_dir}: has no export/, because the run did not succeed; {_saved_steps(run_dir)}")
@@ -84,24 +89,32 @@ def export_run(
             copy_export(source, place, as_adapter=as_adapter)
         if its_base:
             name_base(place, its_base)
-        if gguf:
-            _as_gguf(place, gguf, spec.name)
+        no_modelfile = _as_gguf(place, gguf, spec) if gguf else ""
         kind = "adapter" if as_adapter else f"gguf-{gguf}" if gguf else "model"
-        (place / "README.md").write_text(model_card(run_dir, kind, step, base=its_base), encoding="utf-8")
+        card = model_card(run_dir, kind, step, base=its_base, no_modelfile=no_modelfile)
+        (place / "README.md").write_text(card, encoding="utf-8")
     if push:
         push_folder(target, push, public=public, endpoint=endpoint)
     return target
 
 
-def _as_gguf(place: Path, kind: GgufKind, name: str) -> None:
-    """Put a GGUF file in the place of a directory's files."""
-    files = [*place.iterdir()]
+def _as_gguf(place: Path, kind: GgufKind, spec: RunSpec) -> str:
+    """Put a GGUF file, and Ollama's Modelfile for it, in the place of a directory's files. Return why there is no
+    Modelfile; empty if there is one."""
+    files, written, why_not = [*place.iterdir()], place / f"model-{kind}.gguf", ""
     try:
-        write_gguf(place, place / f"model-{kind}.gguf", kind, name)
+        write_gguf(place, written, kind, spec.name)
     except ValueError as error:
         raise RunError(f"--gguf {kind}: {error}; leave --gguf out, or choose another kind") from error
+    try:
+        text = ollama_modelfile(place, written.name, thinking=spec.model.thinking)
+        (place / "Modelfile").write_text(text, encoding="utf-8")
+    except TemplateError as error:
+        why_not = str(error)
+        _log.warning("no Modelfile was written: %s", error)
     for path in files:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return why_not
 
 
 def _base_of(spec: RunSpec, base: str, push: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.build import groups, run_engines, training
+from tandem.build.judges import judge_model
 from tandem.build.reference import served_teacher, set_reference
 from tandem.env.mix import mean_by_part
 from tandem.env.protocol_check import report_of
@@ -98,7 +99,7 @@ class RlRun:
             spec.engine.deadline_s,
             environment_spec.episode_timeout_s,
             spec.train.thinking_length_penalty,
-            training.judge(environment_spec.judge, self.joined.engine, self.model.renderer, self.model.context),
+            judge_model(environment_spec.judge, self.joined.engine, self.model.renderer, self.model.context),
             retries=1 if environment_spec.workers else 0,
         )
 

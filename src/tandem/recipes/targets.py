@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,12 @@ class TargetOffers:
 
 def list_targets(need: Need | None = None, *, file: str | Path | None = None) -> list[TargetOffers]:
     """Return what each target of `file` offers now for `need`, its price and why not. Nothing is started."""
-    targets = read_targets(Path(file) if file is not None else None)
+    return asyncio.run(ask_targets(read_targets(Path(file) if file is not None else None), need or Need()))
 
-    async def all_at_once() -> list[TargetOffers]:
-        return list(await asyncio.gather(*(_asked(name, each, need or Need()) for name, each in targets.items())))
 
-    return asyncio.run(all_at_once())
+async def ask_targets(targets: Mapping[str, AnyTarget], need: Need) -> list[TargetOffers]:
+    """Ask all targets at once what they offer now."""
+    return list(await asyncio.gather(*(_asked(name, each, need) for name, each in targets.items())))
 
 
 async def _asked(name: str, settings: AnyTarget, need: Need) -> TargetOffers:

@@ -6,7 +6,7 @@ The process that plays asks the judge and holds its address and key. A worker pr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.errors import EpisodeFailed, TandemError
@@ -52,6 +52,17 @@ class EngineJudge:
                 raise
             raise EpisodeFailed("judge", f"judge: the engine gave no answer within {self._timeout_s:g} s") from error
         return self._renderer.visible(completion.ids)
+
+
+class RewardModelJudge:
+    """Answer with the number that a reward model gives a conversation. It computes on the caller's thread, one
+    conversation at a time, so that a number does not depend on what is scored beside it."""
+
+    def __init__(self, score: Callable[[Sequence[Message]], float]) -> None:
+        self._score = score
+
+    async def ask(self, messages: Sequence[Message], *, max_tokens: int) -> str:
+        return repr(self._score(messages))
 
 
 class HttpJudge:

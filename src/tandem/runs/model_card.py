@@ -12,9 +12,10 @@ from tandem.obs.claims import caveat, evidence, figure, headline
 from tandem.obs.run_history import History, evaluations, read_history, total
 
 
-def model_card(run_dir: Path, kind: str, step: int | None = None, *, base: str = "") -> str:
+def model_card(run_dir: Path, kind: str, step: int | None = None, *, base: str = "", no_modelfile: str = "") -> str:
     """Return the card of a run's model. `kind`: adapter, model, or gguf-KIND. `step`: of the checkpoint
-    of that step; the card then has no verdict. `base`: the id of an adapter's base on the hub."""
+    of that step; the card then has no verdict. `base`: the id of an adapter's base on the hub. `no_modelfile`: why a
+    GGUF file has no Modelfile beside it."""
     history = read_history(run_dir)
     if step is not None:
         history = _until(history, step)
@@ -26,7 +27,7 @@ def model_card(run_dir: Path, kind: str, step: int | None = None, *, base: str =
         parts += [headline(history.status), evidence(history.status), caveat(history.status)]
     else:
         parts += [f"The model after optimizer step {step}."]
-    parts += [_table(history), _facts(history, spec), _use(spec, kind), _spec(history.spec)]
+    parts += [_table(history), _facts(history, spec), _use(kind, no_modelfile), _spec(history.spec)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -34,7 +35,7 @@ def learned_card(name: str, version: int, kind: Literal["adapter", "model"], bas
     """Return the card of an online server's model."""
     spec = {"recipe": "online", "model": {"path": base} if base else {}}
     told = f"Version {version} of what a server learned while it answered (`tandem online serve`)."
-    return "\n\n".join([_head(spec, kind), f"# {name}", told, _use(spec, kind)]) + "\n"
+    return "\n\n".join([_head(spec, kind), f"# {name}", told, _use(kind)]) + "\n"
 
 
 def _until(history: History, step: int) -> History:
@@ -50,7 +51,8 @@ def _head(spec: dict[str, Any], kind: str) -> str:
     base = spec["model"].get("path", "")
     if base and not Path(base).is_absolute() and not Path(base).exists():  # do not publish a path of this machine
         lines.append(f"base_model: {json.dumps(base)}")
-    return "\n".join([*lines, "pipeline_tag: text-generation", f"tags: [tandem-rl, {spec['recipe']}]", "---"])
+    task = "text-classification" if spec.get("algorithm", {}).get("kind") == "reward_model" else "text-generation"
+    return "\n".join([*lines, f"pipeline_tag: {task}", f"tags: [tandem-rl, {spec['recipe']}]", "---"])
 
 
 def _table(history: History) -> str:
@@ -74,13 +76,14 @@ def _facts(history: History, spec: dict[str, Any]) -> str:
     return "\n".join(["## Training", "", *(f"- {label}: {value}" for label, value in facts if value not in ("", "0"))])
 
 
-def _use(spec: dict[str, Any], kind: str) -> str:
+def _use(kind: str, no_modelfile: str = "") -> str:
     if kind == "adapter":
         return "## Use\n\nAn adapter in PEFT's format: load it on its base model."
     if kind.startswith("gguf-"):
+        ollama = "With Ollama: `ollama create NAME -f Modelfile`, then `ollama run NAME`."
         return (
             f"## Use\n\nA GGUF file of kind {kind.removeprefix('gguf-')}, for llama.cpp and what is built on it. With "
-            "Tandem: `tandem chat FILE`."
+            f"Tandem: `tandem chat FILE`. {f'No Modelfile for Ollama: {no_modelfile}.' if no_modelfile else ollama}"
         )
     return "## Use\n\nA whole model in Hugging Face format. With Tandem: `tandem serve DIR`, or `tandem chat DIR`."
 

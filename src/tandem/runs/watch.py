@@ -32,13 +32,15 @@ def watch_run(
     as_json: bool = False,
     tell: Callable[[str], None] = print,
     poll_s: float = 1.0,
+    see: Callable[[], Row] | None = None,
 ) -> str:
     """Print a run's progress until it has ended, or once; return its state. A run that a supervisor will restart has
-    not ended, nor has one whose process vanished: it may be resumed."""
+    not ended, nor has one whose process vanished: it may be resumed. `see`: looks at the run in another way than by
+    its directory, with the keys of `look`."""
     directory, observer = Path(run_dir), Observer()
     said = _AlreadyPrinted()
     while True:
-        sight = look(directory, observer)
+        sight = look(directory, observer) if see is None else see()
         if as_json:
             if once or said.is_new(sight):
                 tell(json.dumps(sight, ensure_ascii=False))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
 from tandem.spec.data import beside
@@ -47,7 +47,17 @@ class HttpJudgeSpec(Spec):
     """Seconds for a judge's answer, retries included; a slower one fails the episode."""
 
 
-JudgeSpec = Annotated[NoJudge | EngineJudgeSpec | HttpJudgeSpec, Field(discriminator="kind")]
+class RewardModelJudgeSpec(Spec):
+    """A reward model, loaded by the run's own process: `reward = "reward_model"` of `prompts` asks it for its score."""
+
+    kind: Literal["reward_model"] = "reward_model"
+    path: Annotated[str, LocalPath()] = Field(min_length=1)
+    """Directory or hub id of a model with one label, such as the export of `algorithm.kind = "reward_model"`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it computes; auto: a GPU if there is one."""
+
+
+JudgeSpec = Annotated[NoJudge | EngineJudgeSpec | HttpJudgeSpec | RewardModelJudgeSpec, Field(discriminator="kind")]
 
 
 class EnvironmentSpec(Spec):
@@ -73,12 +83,30 @@ class EnvironmentSpec(Spec):
     judge: JudgeSpec = NoJudge()
     """The model that `chat.judge(messages)` asks."""
 
+    @model_validator(mode="after")
+    def _has_its_reward_model(self) -> Self:
+        if isinstance(self.judge, RewardModelJudgeSpec) or "reward_model" not in _reward_names(self.params):
+            return self
+        raise ValueError(
+            "environment.params.reward = 'reward_model': needs the model; add [environment.judge] with kind = "
+            "'reward_model' and path = its directory"
+        )
+
     def in_place(self) -> Self:
         return super().in_place().beside(Path.cwd())
 
     def beside(self, directory: Path) -> Self:
         """Return a copy in which the files that `prompts` names have absolute paths, if they are in `directory`."""
         return self.changed({"params": _params_beside(self.name, self.params, directory)})
+
+
+def _reward_names(params: Mapping[str, Any]) -> set[str]:
+    """Return the names of the rewards of `prompts`, or of those that are its parts."""
+    written: Any = params.get("reward", ())
+    rewards: list[Any] = [written] if isinstance(written, str | Mapping) else list(written)
+    tables = (cast("Mapping[str, Any]", each).get("fn") if isinstance(each, Mapping) else each for each in rewards)
+    parts: list[Mapping[str, Any]] = [each.get("params") or {} for each in params.get("parts", ())]
+    return {str(each) for each in tables}.union(*map(_reward_names, parts))
 
 
 def only_scores(name: object, params: object) -> bool:

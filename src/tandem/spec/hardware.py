@@ -91,6 +91,10 @@ def choices_text(choices: Sequence[Choice]) -> list[str]:
     ]
 
 
+def _scores(spec: RunSpec) -> bool:
+    return spec.algorithm is not None and spec.algorithm.kind == "reward_model"
+
+
 def _as_they_are(spec: RunSpec, why: str) -> list[Choice]:
     """Return the choices of a machine for which the defaults of docs/spec.md are right."""
     usual: dict[str, Any] = {"precision.weights": spec.precision.weights, "model.attention": spec.model.attention}
@@ -129,6 +133,7 @@ class _Choices:
         why_not = (
             "the kernel for packed rows needs 16 bits" if self.tables["precision"]["weights"] != "bfloat16"
             else "the base is quantised" if quantised
+            else "a reward model has no lm-head to try packed rows on" if _scores(spec)
             else "under strict = true a model that the kernel does not support would end the run" if spec.strict
             else ""
         )  # fmt: skip

@@ -122,22 +122,53 @@ def to_toml(spec: BaseModel) -> str:
     return tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
 
 
+def parse_over(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the values of each `key.path=value,value,...` of a sweep, or its range as text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, _, values = text.partition("=")
+        if not key.strip() or not values.strip():
+            raise SpecError(f"--over {text}: write key.path=value,value, as in --over train.lr=1e-5,3e-5")
+        try:
+            listed: Any = tomllib.loads(f"v = [{values}]")["v"]  # also lists, tables and texts with commas
+        except (tomllib.TOMLDecodeError, RecursionError):
+            listed = [_value(part.strip(), f"--over {text}") for part in values.split(",")]
+        is_range = len(listed) == 1 and isinstance(listed[0], str) and ".." in listed[0]
+        found[key.strip()] = listed[0] if is_range else listed
+    return found
+
+
+def with_values(spec: RunSpec, values: Mapping[str, Any]) -> RunSpec:
+    """Return the spec with other values of some settings, checked again."""
+    raw = spec.as_written()
+    for setting, value in values.items():
+        _put(raw, setting.split("."), value, f"{setting} = {_show(value)}")
+    return parse_spec(raw)
+
+
 def _apply(raw: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise SpecError(f"--set {override}: write key.path=value, as in --set train.lr=1e-4")
+    _put(raw, parts, _value(text, f"--set {override}"), f"--set {override}")
+
+
+def _value(text: str, where: str) -> Any:
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
+        return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: --set model.preset=small
+        return text  # a bare word is a string: --set model.preset=small
     except RecursionError:
-        raise SpecError(f"--set {override:.40}...: lists are nested too deeply") from None
+        raise SpecError(f"{where:.46}...: lists are nested too deeply") from None
+
+
+def _put(raw: dict[str, Any], parts: Sequence[str], value: Any, where: str) -> None:
     table: Table = raw
     for part in parts[:-1]:
         inner: object = table.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise SpecError(f"--set {override}: '{part}' is a value in this spec, not a table; set it directly")
+            raise SpecError(f"{where}: '{part}' is a value in this spec, not a table; set it directly")
         table = cast("Table", inner)
     table[parts[-1]] = value
 

@@ -1,5 +1,5 @@
-"""`[algorithm]` and `[train]` of a preference run: DPO, ORPO or a loss of your own on pairs of answers,
-KTO on answers with a label."""
+"""`[algorithm]` and `[train]` of a preference run: DPO, ORPO, a reward model or a loss of
+your own on pairs of answers, KTO on answers with a label."""
 
 from __future__ import annotations
 
@@ -51,6 +51,15 @@ class KtoSpec(Spec):
     """Weight of the loss of bad answers."""
 
 
+class RewardModelSpec(Spec):
+    """A reward model: the model gets a head with one output, and learns to give the better answer the higher score
+    (Bradley-Terry). Its export is transformers' AutoModelForSequenceClassification."""
+
+    kind: Literal["reward_model"] = "reward_model"
+    centre_coef: float = Field(default=0.01, ge=0)
+    """Weight of the square of a pair's scores together, which keeps scores around 0; 0: only differences count."""
+
+
 def _dpo_if_left_out(raw: Any) -> Any:
     raw = as_own(raw)
     if not isinstance(raw, dict):
@@ -60,7 +69,7 @@ def _dpo_if_left_out(raw: Any) -> Any:
 
 
 PreferenceAlgorithm = Annotated[
-    Annotated[DpoSpec | OrpoSpec | KtoSpec | OwnAlgorithmSpec, Field(discriminator="kind")],
+    Annotated[DpoSpec | OrpoSpec | KtoSpec | RewardModelSpec | OwnAlgorithmSpec, Field(discriminator="kind")],
     BeforeValidator(_dpo_if_left_out),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from tandem.spec.algorithm import AlgorithmSpec, DapoSpec, DistillSpec, DrGrpoSpec, uses_reference
 from tandem.spec.artifacts import ArtifactsSpec
@@ -20,9 +20,10 @@ from tandem.spec.own import OwnAlgorithmSpec, OwnName, as_own, check_recorded
 from tandem.spec.pairing import check_sync, usual_bridge
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage
+from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage, RewardModelSpec
 from tandem.spec.rollouts import AtroposRollouts, LocalRollouts, RolloutsSpec
 from tandem.spec.samples import SamplesSpec
+from tandem.spec.sweep import SweepSpec
 from tandem.spec.sync import DEFAULT_SYNC, SyncSpec
 from tandem.spec.track import TrackSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
@@ -60,6 +61,15 @@ class _RunSpecBase(Spec):
     """When the run saves its state, and which checkpoints it keeps."""
     artifacts: ArtifactsSpec | None = None
     """Where copies of the run go. Left out: nowhere."""
+    sweep: SweepSpec | None = None
+    """The values and seeds of `tandem sweep`. `tandem train` takes one run and refuses it."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _no_mps(cls, device: Any) -> Any:
+        if device == "mps":
+            raise ValueError("sampling and training use 64-bit numbers, which a Mac's GPU does not have; set 'cpu'")
+        return device
 
     @model_validator(mode="before")
     @classmethod
@@ -281,6 +291,8 @@ class PreferenceSpec(_RunSpecBase):
     def _fits_together(self) -> PreferenceSpec:
         _check_stage("train", self.train, self.model)
         check_parallel(self.parallel, self.model, {"train": self.train})
+        if isinstance(self.algorithm, RewardModelSpec):
+            _check_reward_model(self.model, self.parallel)
         if isinstance(self.algorithm, OwnAlgorithmSpec):
             check_recorded(self.algorithm)
             if not self.algorithm.name:
@@ -294,6 +306,17 @@ def _check_precision(precision: PrecisionSpec, model: ModelSpec) -> None:
             f"precision.master = '{precision.master}': has no effect with [model.lora], whose adapters are "
             "float32; leave master out"
         )
+
+
+def _check_reward_model(model: ModelSpec, parallel: ParallelSpec) -> None:
+    """Raise ValueError for what a model with a score in the place of its lm-head cannot do yet."""
+    kind = "algorithm.kind = 'reward_model'"
+    if model.lora is not None:
+        raise ValueError(f"model.lora: {kind} trains all weights, its head among them; leave [model.lora] out")
+    if model.attention == "packed":
+        raise ValueError(f"model.attention = 'packed': is tried on an lm-head, and {kind} has none; set 'sdpa'")
+    if parallel.num_shares > 1:
+        raise ValueError(f"parallel.shares = {parallel.num_shares}: {kind} trains in one process; leave [parallel] out")
 
 
 def _check_stage(name: str, stage: Stage, model: ModelSpec) -> None:

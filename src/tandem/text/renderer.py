@@ -103,6 +103,10 @@ class Renderer:
                     f"a context of {self._most_tokens}; send less"
                 )
 
+    def text(self, messages: Sequence[Message], *, opens_next: bool) -> str:
+        """Return a whole conversation as the template writes it; `opens_next`: with the opening of an answer."""
+        return self._render(messages, opens_next)
+
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return the opening of a conversation, up to the assistant's turn."""
         text = self._render(messages, True, tools)

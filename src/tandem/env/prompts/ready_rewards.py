@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from tandem.env.adapters.math_score import MathScorer
 from tandem.env.builtin.reply_parsing import last_number as number_in
 from tandem.errors import SpecError
+from tandem.types import Message
 
 FIELD = "environment.params.reward"
 Row = Mapping[str, Any]
@@ -139,6 +140,15 @@ def judge(question: str, most: float = 10.0) -> Callable[..., Any]:
     return score
 
 
+def reward_model() -> Callable[..., Any]:
+    """The score that the reward model of [environment.judge] gives the conversation with this reply."""
+
+    async def score(reply: str, messages: list[Message], judge: Callable[[list[Message]], Awaitable[str]]) -> float:
+        return float(await judge([*messages, {"role": "assistant", "content": reply}]))
+
+    return score
+
+
 READY: dict[str, Callable[..., Callable[..., Any]]] = {
     "last_number": last_number,
     "exact": exact,
@@ -148,6 +158,7 @@ READY: dict[str, Callable[..., Callable[..., Any]]] = {
     "length": length,
     "json_schema": json_schema,
     "judge": judge,
+    "reward_model": reward_model,
 }
 SAY_CORRECT = (last_number, exact, maths)
 """Those whose 1 means that the answer is right: evaluations then report the share of right answers."""

@@ -33,12 +33,15 @@ class _Spoken:
     status: int = 200
     query: Sequence[str] = ()
     key: Literal["", "required", "optional"] = ""
+    answer: Any = None
+    scope: str = ""
 
 
 def speaks(body: Any = None, **more: Any) -> Callable[[F], F]:
     """Describe an endpoint's requests and responses. `body`: a pydantic model, a msgspec struct or a union; `optional`:
     the body may be left out; `types`, `answers`: media types; `status`: of success; `query`: parameters; `key`: whether
-    an Idempotency-Key is required or optional."""
+    an Idempotency-Key is required or optional; `answer`: the pydantic model of a JSON answer; `scope`: what a
+    key must have."""
 
     def mark(endpoint: F) -> F:
         endpoint.__dict__["spoken"] = _Spoken(body, **more)
@@ -77,9 +80,11 @@ def document(app: FastAPI, endpoints: Endpoints, hot: Sequence[Route], open_path
             said = spoken[operation["operationId"]]
             if path in open_paths:
                 operation["security"] = []
+            elif said.scope:
+                operation["security"] = [{"token": [said.scope]}]
             if parameters := [*_parameters(operation.get("parameters", []), said, path)]:
                 operation["parameters"] = parameters
-            operation["responses"] = _responses(operation, said, path, is_open=path in open_paths)
+            operation["responses"] = _responses(operation, said, path, refs, is_open=path in open_paths)
             if said.body is not None:
                 options = [refs[kind] for kind in _members(said.body)]
                 schema = options[0] if len(options) == 1 else {"anyOf": options}
@@ -114,8 +119,11 @@ def _parameters(known: Sequence[Mapping[str, Any]], said: _Spoken, path: str) ->
 # --- responses
 
 
-def _responses(operation: Mapping[str, Any], said: _Spoken, path: str, *, is_open: bool) -> dict[str, Any]:
-    content = {kind: {"schema": {"type": "object"} if kind == JSON else {"type": "string"}} for kind in said.answers}
+def _responses(
+    operation: Mapping[str, Any], said: _Spoken, path: str, refs: Mapping[Any, Any], *, is_open: bool
+) -> dict[str, Any]:
+    json_schema = {"type": "object"} if said.answer is None else refs[said.answer]
+    content = {kind: {"schema": json_schema if kind == JSON else {"type": "string"}} for kind in said.answers}
     found: dict[str, Any] = {str(said.status): {"description": "Success.", "content": content}}
     statuses = {403, 421, 500, 503} | (set() if is_open else {401})
     if operation.get("parameters"):
@@ -157,6 +165,8 @@ def _kinds(spoken: Any) -> Iterator[Any]:
     for each in spoken:
         if each.body is not None:
             yield from _members(each.body)
+        if each.answer is not None:
+            yield each.answer
 
 
 def _schemas(kinds: Sequence[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:

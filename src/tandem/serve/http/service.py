@@ -91,6 +91,9 @@ class Service:
     """Routes that are matched before the router."""
     ending: Callable[[], None] = lambda: None
     """Called when the server must end, to end streams that would not end by themselves."""
+    authenticate: Callable[[str, Scope], None] | None = None
+    """Checks the Authorization header in place of the token; raises RequestRefused, or puts the caller into the
+    scope."""
 
 
 def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES) -> FastAPI:
@@ -207,7 +210,7 @@ class AccessGate:
             is_open = scope["path"] in self.open_paths
             self._check_origin(headers, needs_token=not is_open)
             if not is_open:
-                self._check_token(headers)
+                self._check_token(headers, scope)
             if _has_body(headers):
                 self._check_type(headers)
                 return await self._with_body(headers, scope, receive, send)
@@ -266,7 +269,9 @@ class AccessGate:
         if site == "cross-site" or not (needs_token or site in ("same-origin", "none")):
             raise RequestRefused(403, "pages of another site may not call this service")
 
-    def _check_token(self, headers: Headers) -> None:
+    def _check_token(self, headers: Headers, scope: Scope) -> None:
+        if self.service.authenticate is not None:
+            return self.service.authenticate(headers.get("authorization", ""), scope)
         if not hmac.compare_digest(headers.get("authorization", "").encode(), self.credential):
             raise RequestRefused(401, "send 'Authorization: Bearer TOKEN'; the token is in the service's token file")
 

@@ -1,0 +1,271 @@
+"""Bring one attempt to its end: claim it, start the trainer, mirror its directory, tell how it ended.
+
+consumes: the trainer's run directory, and what the control plane wants   waits for: a second, or the trainer's end
+produces: requests of `tandem.shapes.agent`
+
+All that it knows is in the job's directory, in the run directory and in the answer to `claim`: an agent that is killed
+and started again goes on with the same trainer. While the control plane is silent the trainer trains on, and the run
+directory keeps what is to be sent. Once the attempt is closed, the trainer is killed and nothing more is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from tandem.agent.link import Link
+from tandem.agent.shipping import Shipper
+from tandem.agent.trainer import Trainer, only_agent
+from tandem.errors import Fenced, RunError
+from tandem.io import atomic_write
+from tandem.io.bounded_json import read_json
+from tandem.runs.failure_diagnosis import classify_end
+from tandem.runs.liveness import read_sign
+from tandem.shapes.agent import (
+    TOKEN_VARIABLE,
+    AppendBody,
+    Appended,
+    ClaimBody,
+    Claimed,
+    EndBody,
+    Ended,
+    SignOfLife,
+    Stream,
+)
+
+_log = logging.getLogger(__name__)
+
+FENCED = 75
+"""The exit code of an agent whose attempt is another execution's, or closed."""
+RUNS = "runs"
+"""Beside the jobs' directories: a run's directory outlives the job, and a further attempt resumes it."""
+_EVERY_S = 1.0
+_CANCEL_S = 4.0
+_PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
+_STATE = "agent.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CONSOLE = "console"
+
+State = Literal["succeeded", "failed", "cancelled", "stopped"]
+
+
+@dataclass
+class Agent:
+    link: Link
+    home: Path
+    every_s: float = _EVERY_S
+    _want: Literal["run", "stop", "cancel"] = "run"
+    _asked: bool = False
+    """The machine asked this process to end."""
+    _told: bool = False
+    """The trainer was asked to end."""
+    _cancelled_at: float = 0.0
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _instance: str = ""
+
+    def run(self) -> int:
+        """Return the exit code: 0 once the control plane knows the end, `FENCED` if it is none of our business."""
+        with only_agent(self.home):
+            signal.signal(signal.SIGTERM, self._ask)
+            signal.signal(signal.SIGINT, self._ask)
+            self._instance = self._own_name()
+            trainer: Trainer | None = None
+            try:
+                claimed = self._claim()
+                if claimed is None:
+                    return 128 + signal.SIGTERM
+                trainer = Trainer(self.home, self.home.parent / RUNS / claimed.run)
+                return self._attend(claimed, trainer)
+            except Fenced as error:
+                _log.error("%s", error)
+                self._kill(trainer)
+                return FENCED
+
+    def _attend(self, claimed: Claimed, trainer: Trainer) -> int:
+        trainer.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        if trainer.begin(claimed.spec_toml, claimed.secrets, TOKEN_VARIABLE):
+            _log.info("attempt %s of run %s: the trainer has begun", claimed.n, claimed.run)
+        else:
+            _log.info("attempt %s of run %s: goes on with the same trainer", claimed.n, claimed.run)
+        shipper = Shipper(trainer.run_dir, claimed.streams, extra={_CONSOLE: trainer.output})
+        while (code := trainer.exit_code()) is None:
+            self._wake.clear()
+            if not self._exchange(shipper, trainer):
+                self._wake.wait(self.every_s)
+            self._pass_on(trainer)
+        return self._tell_the_end(shipper, trainer, code)
+
+    def _exchange(self, shipper: Shipper, trainer: Trainer) -> bool:
+        """Renew the lease and send what grew; return whether more is there."""
+        pieces = shipper.pieces()
+        body = AppendBody(instance=self._instance, sign=_sign(trainer.run_dir), pieces=tuple(pieces))
+        try:
+            told = self.link.ask("append", body, Appended)
+        except RunError as error:
+            if not pieces:
+                raise
+            shipper.refused(str(error))
+            return True
+        if told is None:
+            return False
+        shipper.answered(told.streams)
+        self._want = told.want
+        return bool(shipper.pieces())
+
+    def _pass_on(self, trainer: Trainer) -> None:
+        """Tell the trainer to end, once; a cancelled one is killed when it takes too long."""
+        if (self._want != "run" or self._asked) and not self._told:
+            self._told = True
+            trainer.ask_to_end()
+        if self._want == "cancel":
+            self._cancelled_at = self._cancelled_at or time.monotonic()
+            if time.monotonic() - self._cancelled_at > _CANCEL_S:
+                trainer.kill()
+
+    def _tell_the_end(self, shipper: Shipper, trainer: Trainer, code: int) -> int:
+        """Bring over all files, then say how it ended, until the control plane has both."""
+        state, why, retriable = _ending(trainer, code, self._want, asked=self._told)
+        _log.info("the trainer has ended: %s%s", state, f": {why}" if why else "")
+        until, rounds, shipper.ended = time.monotonic() + _PATIENCE_S, 0, True
+        while time.monotonic() < until:
+            while shipper.pieces() and time.monotonic() < until:
+                if not self._exchange(shipper, trainer):
+                    break
+            files = shipper.digests()
+            if not shipper.pieces():
+                body = EndBody(
+                    instance=self._instance, state=state, why=why[:4000], retriable=retriable, exit_code=code,
+                    files=files,
+                )  # fmt: skip
+                told = self.link.ask("end", body, Ended)
+                if told is not None and told.written:
+                    return 0
+                if told is not None:
+                    rounds += 1
+                    _again(shipper, told.differ, leave_out=rounds > 5)
+                    continue
+            time.sleep(self.every_s)
+        _log.error("the control plane was silent for %.0f s: it does not know this end", _PATIENCE_S)
+        return 1
+
+    # --- the beginning
+
+    def _claim(self) -> Claimed | None:
+        """Claim the attempt; None if the machine asked this process to end before there was an answer."""
+        body = ClaimBody(
+            instance=self._instance, host=platform.node()[:200], boot_id=_boot_id(), pid=os.getpid(),
+            gpus=_gpus(), release=_release(),
+        )  # fmt: skip
+        while (claimed := self.link.ask("claim", body, Claimed)) is None:
+            if self._wake.wait(self.every_s) or self._asked:
+                return None
+        return claimed
+
+    def _own_name(self) -> str:
+        """Return the name of this execution: the one of the agent before that was killed here, on the same boot."""
+        path, boot_id = self.home / _STATE, _boot_id()
+        with suppress(OSError, ValueError):
+            told = cast("dict[str, Any]", read_json(path))
+            if told["boot_id"] == boot_id:
+                return str(told["instance"])
+        name = secrets.token_hex(16)
+        atomic_write.write_json(path, {"instance": name, "boot_id": boot_id})
+        return name
+
+    def _ask(self, *_: Any) -> None:
+        self._asked = True
+        self._wake.set()
+
+    def _kill(self, trainer: Trainer | None) -> None:
+        trainer = trainer or Trainer(self.home, self.home)  # of an agent before
+        while trainer.exit_code() is None:
+            trainer.kill()
+            time.sleep(0.1)
+
+
+def _sign(run_dir: Path) -> SignOfLife:
+    sign = read_sign(run_dir)
+    if sign is None:
+        return SignOfLife()
+    limit_s = min(max(sign.limit_s, 1e-3), 1e7)
+    return SignOfLife(ticks=sign.ticks, limit_s=limit_s, stage=sign.stage[:100], step=sign.step)
+
+
+def _ending(
+    trainer: Trainer, code: int, want: Literal["run", "stop", "cancel"], *, asked: bool
+) -> tuple[State, str, bool]:
+    """Return how the run ended, why, and whether a further attempt may succeed."""
+    status = _status(trainer.run_dir)
+    if code == 0 and status.get("state") == "succeeded":
+        return "succeeded", "", False
+    if want == "cancel":
+        return "cancelled", "", False
+    if asked:
+        return "stopped", "" if code == 0 else f"exit code {code}", False
+    if code == 0 and status.get("state") == "stopped":
+        return "stopped", "", False
+    told = status.get("failure")
+    if status.get("state") == "failed" and isinstance(told, dict) and told.get("exit_code") == code:
+        row = cast("dict[str, Any]", told)
+        error = str(status.get("error", "")).partition("\n")[0]
+        return "failed", f"{error} ({row['class']}: {row['next']})", bool(row["retriable"])
+    if code == 128 + signal.SIGKILL:
+        return "failed", "its supervisor was killed", True
+    said = trainer.last_words()
+    failure = classify_end(said, code)
+    lines = [
+        line for line in said.splitlines() if line.strip() and not line.startswith(("supervisor:", "tandem: next"))
+    ]
+    last = lines[-1].strip() if lines else "it printed nothing"
+    return "failed", f"exit code {code}: {last} ({failure.failure_class}: {failure.next})", failure.retriable
+
+
+def _status(run_dir: Path) -> Mapping[str, Any]:
+    try:
+        return cast("dict[str, Any]", read_json(run_dir / "status.json"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _again(shipper: Shipper, differ: Mapping[str, Stream], *, leave_out: bool) -> None:
+    for file, stream in differ.items():
+        shipper.again(file, stream)
+        if leave_out:
+            _log.error("%s: cannot be mirrored", file)
+            shipper.left_out.add(file)
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _gpus() -> tuple[str, ...]:
+    """Return the names of this machine's GPUs, as the driver's own tool tells them; none without it."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(told.splitlines()[:64])
+
+
+def _release() -> str:
+    try:
+        return version("tandem-rl")[:40]
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,118 @@
+"""The trainer of an attempt: `tandem train --supervise` in a process that outlives the agent."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+from tandem.agent import keep
+from tandem.errors import RunOwned
+from tandem.io import atomic_write
+from tandem.io.bounded_json import read_json
+from tandem.io.process_identity import is_there
+
+_LOCK, _WHO, _CODE, OUTPUT = "trainer.lock", "trainer.json", "trainer.code", "trainer.log"
+
+
+class Trainer:
+    """`home`: the job's directory, with what must be known after the agent was killed."""
+
+    def __init__(self, home: Path, run_dir: Path) -> None:
+        self.run_dir, self.output = run_dir, home / OUTPUT
+        self._home = home
+
+    def begin(self, spec_toml: str, secrets: Mapping[str, str], hide: str) -> bool:
+        """Start it; return False if it was started before: then go on with that one. `hide`: a variable of this
+        process that it does not get."""
+        lock = os.open(self._home / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a keeper that has not written down yet what it started
+            if (self._home / _WHO).exists():
+                return False
+            env = {name: value for name, value in os.environ.items() if name != hide} | dict(secrets)
+            command = [sys.executable, "-I", keep.__file__, str(self._home), str(lock), *self._command(spec_toml)]
+            with self.output.open("ab") as output:
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, pass_fds=(lock,),
+                    start_new_session=True,
+                )  # fmt: skip
+        finally:
+            os.close(lock)
+        with self._begun():
+            pass
+        return True
+
+    def exit_code(self) -> int | None:
+        """Return its exit code; None while it runs. 137 if it was killed together with its keeper."""
+        code = self._code()
+        who = self._who()
+        if code is None and not is_there(who.get("program", "")) and not is_there(who.get("keeper", "")):
+            return 137 if (code := self._code()) is None else code
+        return code
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM: it saves a checkpoint and ends."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL to its supervisor. What that started is on a leash, and ends within seconds."""
+        self._signal(signal.SIGKILL)
+
+    def last_words(self) -> str:
+        with suppress(OSError), self.output.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
+            return file.read().decode("utf-8", "replace")
+        return ""
+
+    def _command(self, spec_toml: str) -> list[str]:
+        tandem = [sys.executable, "-P", "-m", "tandem"]
+        if (self.run_dir / "spec.toml").exists():
+            return [*tandem, "resume", str(self.run_dir), "--supervise"]
+        spec = self._home / "spec.toml"
+        atomic_write.write_text(spec, spec_toml)
+        return [*tandem, "train", str(spec), "--run-dir", str(self.run_dir), "--supervise"]
+
+    def _signal(self, number: int) -> None:
+        program = self._who().get("program", "")
+        if is_there(program):
+            with suppress(ProcessLookupError):
+                os.kill(int(program.partition(":")[0]), number)
+
+    def _who(self) -> dict[str, str]:
+        try:
+            return cast("dict[str, Any]", read_json(self._home / _WHO))
+        except (OSError, ValueError):
+            return {}
+
+    def _code(self) -> int | None:
+        with suppress(OSError, ValueError):
+            return int((self._home / _CODE).read_text(encoding="ascii"))
+        return None
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        """Wait until the keeper has written down what it started."""
+        with (self._home / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+@contextmanager
+def only_agent(home: Path) -> Iterator[None]:
+    """Hold the job's directory as its only agent; RunOwned if another one does."""
+    lock = os.open(home / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunOwned(f"{home}: another agent works here; end it first") from None
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,160 @@
+"""`tandem control ...`: serve a control plane and look after it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from tandem.cli.options import AsJson, Host, Insecure, Port, ReadyFile
+
+control_app = typer.Typer(
+    help="Serve runs on your machines to a team, and look after the server.", no_args_is_help=True
+)
+key_app = typer.Typer(help="Make, list and revoke keys of a control server.", no_args_is_help=True)
+control_app.add_typer(key_app, name="key")
+
+DataDir = Annotated[Path, typer.Option(help="Directory for the database, the mirrors and the token.")]
+Database = Annotated[
+    str, typer.Option(help="PostgreSQL: postgresql+psycopg://USER@HOST/NAME. Default: SQLite in --data-dir.")
+]
+_HOME = Path(".tandem") / "control"
+
+
+@control_app.command("serve")
+def control_serve(
+    data_dir: DataDir = _HOME,
+    host: Host = "127.0.0.1",
+    port: Port = 8700,
+    database: Database = "",
+    targets: Annotated[
+        Path | None, typer.Option(help="File of targets. Default: ~/.config/tandem/targets.toml, or this machine.")
+    ] = None,
+    url: Annotated[
+        str, typer.Option(help="Where the targets' machines reach this server. Default: where it listens.")
+    ] = "",
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
+) -> None:
+    """Take specs over HTTP, run each on a target, and bring it to its end. Runs go on while the server is down."""
+    from tandem.io.extras import require_extra
+
+    require_extra("control", "sqlalchemy", "alembic", "fastapi", "uvicorn")
+    from tandem.client.place import READY_FILE
+    from tandem.recipes.control import serve_control
+    from tandem.serve.http.run import Listen
+
+    listen = Listen(data_dir, host, port, ready_file or data_dir / READY_FILE, insecure)
+    serve_control(listen, database=database, targets=targets, url=url)
+
+
+@control_app.command("backup")
+def control_backup(
+    to: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write; it must not exist.")],
+    data_dir: DataDir = _HOME,
+    mirrors: Annotated[bool, typer.Option("--mirrors/--no-mirrors", help="Also copy the mirrored files.")] = True,
+) -> None:
+    """Copy the SQLite database, the secrets and the mirrors. The server may run meanwhile."""
+    from tandem.control.maintenance import backup
+
+    typer.echo(f"{to}: {backup(data_dir, to, mirrors=mirrors) / 2**20:.1f} MiB")
+
+
+@control_app.command("restore")
+def control_restore(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that `tandem control backup` wrote.")],
+    data_dir: DataDir = _HOME,
+) -> None:
+    """Make a data directory from a backup. Runs that were submitted after it are unknown then, and their jobs end."""
+    from tandem.control.maintenance import restore
+
+    typer.echo(f"{data_dir}: restored, revision {restore(source, data_dir)}; start it with `tandem control serve`")
+
+
+@control_app.command("upgrade")
+def control_upgrade(data_dir: DataDir = _HOME, database: Database = "") -> None:
+    """Bring the database to this release's tables, as `serve` does when it starts. Take a backup before."""
+    from tandem.control.maintenance import upgrade
+
+    before, after = upgrade(data_dir, database)
+    typer.echo(f"revision {after}" if before in ("", after) else f"upgraded from revision {before} to {after}")
+
+
+@control_app.command("doctor")
+def control_doctor(data_dir: DataDir = _HOME, database: Database = "", as_json: AsJson = False) -> None:
+    """Check the data directory and the database; nothing is changed. Exit code 1: something is wrong."""
+    from tandem.control.maintenance import doctor
+
+    found = list(doctor(data_dir, database))
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+    for each in () if as_json else found:
+        typer.echo(f"{'ok   ' if each.ok else 'WRONG'} {each.what}: {each.says}")
+    if not all(each.ok for each in found):
+        raise typer.Exit(1)
+
+
+# --- over the server
+
+
+@control_app.command("project")
+def control_project(
+    name: Annotated[str, typer.Argument(help="Name of the project; an existing one is changed.")],
+    budget: Annotated[float, typer.Option(min=0, help="US dollars for all its runs together; 0: no limit.")] = 0.0,
+    max_live_runs: Annotated[int, typer.Option(min=0, help="Runs on their way at a time; 0: no limit.")] = 0,
+) -> None:
+    """Make a project, or change its budget and its number of runs."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        made = server.put_project(name, budget_usd=budget, max_live_runs=max_live_runs)
+    typer.echo(f"{made.name}: budget {made.budget_usd:g} USD, spent {made.spent_usd:.2f}, runs {made.max_live_runs}")
+
+
+@key_app.command("new")
+def key_new(
+    name: Annotated[str, typer.Argument(help="What the key is for.")],
+    scope: Annotated[
+        list[str] | None, typer.Option(help="runs:read, runs:write, keys or admin. Repeatable. Default: both of runs.")
+    ] = None,
+    project: Annotated[str, typer.Option(help="The only project that it may see. Default: all.")] = "",
+    org: Annotated[str, typer.Option(help="Make an org of this name, and the key for it. Default: your own.")] = "",
+    days: Annotated[float, typer.Option(min=0, help="Days until it expires; 0: never.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key, and print it. It is kept nowhere: it cannot be shown again."""
+    from tandem.client import Tandem
+
+    scopes = cast("Any", scope or ["runs:read", "runs:write"])
+    expires_at = int((time.time() + days * 86_400) * 1000) if days else 0
+    with Tandem() as server:
+        org_id = server.make_org(org).id if org else ""
+        made = server.make_key(name, scopes, project=project, org=org_id, expires_at=expires_at)
+    typer.echo(made.model_dump_json(indent=2) if as_json else made.key)
+
+
+@key_app.command("list")
+def key_list(as_json: AsJson = False) -> None:
+    """List the keys of your org, without the keys themselves."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        found = server.keys()
+    if as_json:
+        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
+    for each in () if as_json else found:
+        state = "revoked" if each.revoked_at else "expires" if each.expires_at else ""
+        typer.echo(f"{each.id}  {each.name}  {','.join(each.scopes)}  {each.project}  {state}".rstrip())
+
+
+@key_app.command("revoke")
+def key_revoke(key_id: Annotated[str, typer.Argument(metavar="ID", help="As `key list` prints it.")]) -> None:
+    """Revoke a key: it is refused from now on."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        typer.echo(f"{server.revoke_key(key_id).id} revoked")

@@ -1,0 +1,292 @@
+"""Commands for runs on a control server: login, submit, cancel, logs, pull. A run's id is taken wherever a run
+directory is: its mirror is pulled first."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tandem.cli.options import AsJson, Overrides
+
+if TYPE_CHECKING:
+    from tandem.client import RemoteRun, Tandem
+    from tandem.shapes.runs import OfferInfo
+
+_NOTHING_YET: dict[str, Any] = {
+    "stage": "", "step": 0, "steps_total": 0, "quiet_s": None, "limit_s": None, "metrics": {}, "events": [],
+    "verdict": None, "error": None, "failure": None, "attempts": [],
+}  # fmt: skip
+
+RunOrDir = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run directory, or the id of a run on a control server.")
+]
+
+
+def is_run_id(text: str) -> bool:
+    from tandem.shapes.runs import RUN_ID
+
+    return RUN_ID.fullmatch(text) is not None and not Path(text).exists()
+
+
+def run_directory(text: str | Path) -> Path:
+    """Return a run directory: `text` itself, or the mirror of the run with this id, as it is now."""
+    if not is_run_id(str(text)):
+        return Path(text)
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        return server.run(str(text)).pull(cached(str(text))).directory
+
+
+def cached(run_id: str) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return base / "tandem" / "runs" / run_id
+
+
+def login(
+    url: Annotated[str, typer.Argument(help="URL of a control server, as it prints it: https://HOST.")],
+    key_file: Annotated[
+        Path | None, typer.Option(help="File that holds the key. Default: ask for it, or read one line of stdin.")
+    ] = None,
+) -> None:
+    """Keep a control server and your key in ~/.config/tandem/control.toml, which only you can read."""
+    from tandem.client import Place, Tandem, save_place
+
+    if key_file is not None:
+        key = key_file.read_text(encoding="utf-8").strip()
+    elif sys.stdin.isatty():
+        key = typer.prompt("key", hide_input=True).strip()
+    else:
+        key = sys.stdin.readline().strip()
+    with Tandem(url, key, patience_s=5.0) as server:
+        me = server.me()
+    saved = save_place(Place(url, key))
+    typer.echo(f"{saved}: org {me.org_name}, {', '.join(me.scopes)}")
+
+
+def submit(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file: the very one that runs locally.")],
+    target: Annotated[str, typer.Option(help="Name of a target of the server; `tandem targets` lists yours.")],
+    max_cost: Annotated[float, typer.Option(min=0, help="US dollars that it may cost at most; 0: no limit.")] = 0.0,
+    name: Annotated[str, typer.Option(help="Default: the spec's own name.")] = "",
+    project: Annotated[str, typer.Option(help="Project of your org.")] = "default",
+    group: Annotated[str, typer.Option(help="A word that runs of one sweep share. Default: none.")] = "",
+    retries: Annotated[int, typer.Option(min=0, max=100, help="Further attempts after failures that may pass.")] = 3,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the run.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit SPEC to a control server: show the plan, ask, and follow the run. Ctrl-C leaves it running."""
+    from tandem.client import Tandem
+    from tandem.spec.load import load_spec
+
+    checked = load_spec(spec, overrides or ()).in_place()
+    with Tandem() as server:
+        if not as_json:
+            _show_plan(server, checked, target, max_cost)
+        if not (yes or as_json) and not typer.confirm("Submit?", default=False):
+            raise typer.Exit(1)
+        run = server.submit(
+            checked.model_dump(mode="json", exclude_none=True), target=target, max_cost_usd=max_cost, name=name,
+            project=project, group=group, retries=retries,
+        )  # fmt: skip
+        if as_json:
+            typer.echo(run.info().model_dump_json(indent=2))
+        else:
+            typer.echo(f"{run.id}: queued on {target}")
+        if not (detach or as_json):
+            _leave(watch_remote(run, once=False, as_json=False))
+
+
+def cancel(
+    run: Annotated[str, typer.Argument(metavar="RUN_ID", help="Id of a run on a control server.")],
+    save: Annotated[bool, typer.Option("--save", help="Save a checkpoint first; it can be resumed then.")] = False,
+) -> None:
+    """Cancel a run on a control server. Its processes end within seconds."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        found = server.run(run).cancel(save=save)
+    typer.echo(f"{found.id}: {found.state}" if found.ended_at else f"{found.id}: {found.state}, asked to {found.want}")
+
+
+def pull(
+    run: Annotated[str, typer.Argument(metavar="RUN_ID", help="Id of a run on a control server.")],
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Directory to write. Default: runs/RUN_ID. Again: what is new.")
+    ] = None,
+) -> None:
+    """Copy the mirror of a run: log, metrics, samples, status, byte by byte. Weights are not in it."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        done = server.run(run).pull(directory or Path("runs") / run)
+    typer.echo(f"{done.directory}: {done.files} files, {done.bytes:,} bytes new")
+
+
+def logs(
+    run: RunOrDir,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run has ended.")] = False,
+    file: Annotated[str, typer.Option(help="File of the run directory to print.")] = "log.txt",
+) -> None:
+    """Print the log of a run."""
+    if not is_run_id(run):
+        path = Path(run) / file
+        if not path.exists():
+            raise typer.BadParameter(f"{path}: there is no such file")
+        _print_bytes(path.read_bytes())
+        return
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        try:
+            _logs(server.run(run), file, follow=follow)
+        except KeyboardInterrupt:
+            typer.echo(f"\n{run} goes on", err=True)
+
+
+def _logs(run: RemoteRun, file: str, *, follow: bool) -> None:
+    from tandem.client.requests import settled
+    from tandem.errors import ControlNotKnown
+
+    at = generation = 0
+    while True:
+        over = settled(run.info())
+        try:
+            data, now, _ = run.read(file, at)
+            if now != generation and at:  # it was cut back or replaced: print it from its beginning
+                at, data = 0, b""
+            _print_bytes(data)
+            at, generation = at + len(data), now
+        except ControlNotKnown as error:
+            if not follow or error.field != "file":
+                raise
+            data = b""
+        if data:
+            continue
+        if over or not follow:
+            return
+        time.sleep(1.0)
+
+
+def _print_bytes(data: bytes) -> None:
+    from tandem.obs.claims import printable
+
+    text = data.decode("utf-8", errors="replace")
+    typer.echo("\n".join(printable(line) for line in text.split("\n")), nl=False)
+
+
+# --- follow
+
+
+def watch_remote(run: RemoteRun, *, once: bool, as_json: bool) -> str:
+    """Print a run's progress, as for a directory, until it has ended; return its state. Ctrl-C leaves it running."""
+    from tandem.runs.watch import watch_run
+
+    directory = cached(run.id)
+    try:
+        return watch_run(directory, once=once, as_json=as_json, tell=typer.echo, see=lambda: _see(run, directory))
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\n{run.id} goes on. `tandem watch {run.id}` follows it, `tandem cancel {run.id}` ends it", err=True
+        )
+        return "left"
+
+
+def _see(run: RemoteRun, directory: Path) -> dict[str, Any]:
+    """Look at a run: what its mirror says, and its state, which the control plane says."""
+    from tandem.client.requests import settled
+    from tandem.errors import RunError
+    from tandem.runs.watch import look
+
+    info = run.info()
+    run.pull(directory)
+    try:
+        sight = look(directory)
+    except RunError:  # its first files have not arrived
+        sight = dict(_NOTHING_YET)
+    ended = settled(info)
+    return sight | {
+        "run": run.id,
+        "state": info.state,
+        "liveness": "ended" if ended else f"attempt {info.attempt}" if info.attempt else "not begun",
+        "supervised": False,
+        "error": (info.why or info.error or None) if ended or info.state == "waiting" else sight["error"],
+    }
+
+
+def _leave(state: str) -> None:
+    if state == "failed":
+        raise typer.Exit(1)
+
+
+# --- before it is submitted
+
+
+def _show_plan(server: Tandem, spec: Any, target: str, max_cost: float) -> None:
+    """Print where the run would go, and what it is likely to take there."""
+    from tandem.errors import SpecError
+
+    there = {each.name: each for each in server.targets()}
+    if target not in there:
+        raise SpecError(f"--target {target}: the server has {', '.join(sorted(there)) or 'none'}")
+    found = there[target]
+    if found.error:
+        typer.echo(f"{target} ({found.kind}) does not answer now: {found.error}")
+    for offer in found.offers:
+        cards = f"{offer.gpus} x {offer.gpu or 'GPU'}" if offer.gpus else f"{offer.cpus} CPUs"
+        state = "now" if offer.now else f"{'later' if offer.fits else 'never'}: {offer.why_not}"
+        typer.echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
+        typer.echo(_estimate(spec, offer))
+    typer.echo(f"It is stopped before it costs more than {max_cost:g} USD." if max_cost else "It has no cost limit.")
+
+
+def _estimate(spec: Any, offer: OfferInfo) -> str:
+    """Return the planner's estimate for an offer in a line; why there is none, where the planner cannot say."""
+    from tandem.errors import TandemError
+    from tandem.recipes.plan_run import plan_run
+
+    gpu = next((name for name in ("h200", "h100") if name in offer.gpu.lower()), "") if offer.gpus else "cpu"
+    if not gpu:
+        return f"No estimate for '{offer.gpu}': the planner knows h200, h100 and cpu"
+    try:
+        planned: dict[str, Any] = plan_run(spec, gpu=gpu).as_json()
+    except (TandemError, ModuleNotFoundError) as error:
+        return f"No estimate: {error}"
+    seconds, fits = float(planned["times"]["steps_s"]), "" if planned["fits"] else "; it does not fit"
+    usd = seconds / 3600 * offer.usd_per_hour
+    return f"Estimate for {gpu}: {planned['peak_gib']:.1f} GiB{fits}, {seconds:,.0f} s of steps, {usd:.2f} USD"
+
+
+def resume_remote(run_id: str) -> None:
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        typer.echo(f"{run_id}: {server.run(run_id).resume().state}")
+
+
+def print_runs(as_json: bool) -> bool:
+    """Print the runs of the configured control server; return whether there is one."""
+    from tandem.client import Tandem, find_place
+
+    if find_place() is None:
+        return False
+    with Tandem() as server:
+        found = server.runs()
+        url = server.url
+    if as_json:
+        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
+        return True
+    typer.echo(f"runs of {url}; those of a directory: tandem runs DIR")
+    for each in reversed(found):
+        steps = f"{each.step}/{each.steps_total}" if each.steps_total else ""
+        words = (each.id, each.name, each.target, each.state, steps, f"{each.cost_usd:.2f} USD", each.verdict, each.why)
+        typer.echo("  ".join(filter(None, words)))
+    return True

@@ -1,0 +1,92 @@
+"""The agent of one attempt: claim, append, end. `tandem.shapes.agent` says what travels, and when."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from sqlalchemy.orm import Session
+
+from tandem.control import transitions
+from tandem.control.api.requests import Plane, answer, asked, attempt_of
+from tandem.control.decide import Ending, Want
+from tandem.control.tables import Attempt, Run
+from tandem.errors import NotKnown
+from tandem.serve.http.openapi_document import speaks
+from tandem.serve.http.service import HotRoute
+from tandem.shapes.agent import AppendBody, Appended, ClaimBody, Claimed, EndBody, Ended
+
+_LEASE_S = transitions.LEASE_MS / 1000
+
+
+class AgentRoutes:
+    def __init__(self, plane: Plane) -> None:
+        self.plane = plane
+        self._runs: dict[str, str] = {}  # by attempt, which never changes
+        self.router = APIRouter()
+        self.router.add_api_route("/api/attempts/{id}/claim", self.claim, methods=["POST"])
+        self.router.add_api_route("/api/attempts/{id}/end", self.end, methods=["POST"])
+        self.hot = [HotRoute("/api/attempts/{id}/append", self.append)]
+
+    @speaks(ClaimBody, answer=Claimed)
+    async def claim(self, id: str, request: Request) -> Response:
+        """Claim the attempt for one execution."""
+        attempt = attempt_of(request, id)
+        body = await asked(request, ClaimBody)
+        run = await self._run_of(attempt)
+        now = self.plane.clock()
+
+        def change(session: Session) -> tuple[Attempt, Run]:
+            transitions.claim(session, attempt, body.instance, now)
+            found = session.get_one(Attempt, attempt)
+            return found, session.get_one(Run, found.run)
+
+        async with self.plane.mirror.locks[run]:  # what an attempt before still writes is written first
+            claimed, of_run = await self.plane.store.write(change)
+            streams = await self.plane.mirror.streams(run)
+        self.plane.wake()
+        return answer(
+            Claimed(
+                attempt=attempt, run=run, n=claimed.n, name=of_run.name, spec_toml=of_run.spec_toml, lease_s=_LEASE_S,
+                streams=streams,
+            )
+        )  # fmt: skip
+
+    @speaks(AppendBody, answer=Appended)
+    async def append(self, request: Request) -> Response:
+        """Renew the lease by a sign of life, and write what grew."""
+        attempt = attempt_of(request, request.path_params["id"])
+        body = await asked(request, AppendBody)
+        run, sign, now = await self._run_of(attempt), body.sign, self.plane.clock()
+
+        def renew(session: Session) -> Want:
+            return transitions.renew(session, attempt, body.instance, sign.ticks, int(sign.limit_s * 1000), now)
+
+        async with self.plane.mirror.locks[run]:
+            want = await self.plane.store.write(renew)
+            streams = await self.plane.mirror.append(run, body.pieces)
+        return answer(Appended(want=want, lease_s=_LEASE_S, streams=streams))
+
+    @speaks(EndBody, answer=Ended)
+    async def end(self, id: str, request: Request) -> Response:
+        """Say how the execution ended, once the mirror holds its files."""
+        attempt = attempt_of(request, id)
+        body = await asked(request, EndBody)
+        run, now = await self._run_of(attempt), self.plane.clock()
+        ending = Ending(body.state, body.why.replace("\0", ""), body.retriable)
+        async with self.plane.mirror.locks[run]:
+            await self.plane.store.read(lambda session: transitions.check_claimed(session, attempt, body.instance))
+            differ = await self.plane.mirror.differing(run, body.files)
+            if not differ:
+                await self.plane.store.write(
+                    lambda session: transitions.end(session, attempt, body.instance, ending, now)
+                )
+        self.plane.wake()
+        return answer(Ended(written=not differ, differ=differ))
+
+    async def _run_of(self, attempt: str) -> str:
+        if attempt not in self._runs:
+            row = await self.plane.store.read(lambda session: session.get(Attempt, attempt))
+            if row is None:
+                raise NotKnown(f"there is no attempt '{attempt}'", field="attempt")
+            self._runs[attempt] = row.run
+        return self._runs[attempt]

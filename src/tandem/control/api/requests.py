@@ -1,0 +1,146 @@
+"""What all routes of the control plane share: who calls, bodies, idempotency keys, answers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ValidationError
+from sqlalchemy.orm import Session
+from starlette.types import Scope
+
+from tandem.control.callers import AgentCaller, Caller, Callers
+from tandem.control.mirror import Mirror
+from tandem.control.once import once
+from tandem.control.store import Store
+from tandem.io.request_key import RequestKey
+from tandem.serve.http.refusals import RequestRefused
+from tandem.serve.http.request_bounds import AT_ONCE_BYTES, check_values
+from tandem.serve.http.service import aside, body_at_hand, let_go
+from tandem.shapes.base import Asked
+from tandem.shapes.runs import TargetInfo
+from tandem.spec.load import plain_message
+
+_KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_CALLER = "tandem.caller"
+
+Body = TypeVar("Body", bound=Asked)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What the routes work on."""
+
+    store: Store
+    mirror: Mirror
+    callers: Callers
+    clock: Callable[[], int]
+    prices: Mapping[str, float]
+    """US dollars for an hour, by target."""
+    offers: Callable[[], Awaitable[Sequence[TargetInfo]]]
+    """Asks every target what it offers now."""
+    wake: Callable[[], None]
+    """Called when a run has changed, so that the loop looks at once."""
+
+
+def authenticate(callers: Callers, authorization: str, scope: Scope) -> None:
+    """Put the caller into the request's scope; 401 if it is not known. Agents and keys have paths of their own."""
+    caller = callers.find(authorization)
+    of_agents = scope["path"].startswith("/api/attempts/")
+    if caller is None or isinstance(caller, AgentCaller) is not of_agents:
+        raise RequestRefused(401, "send 'Authorization: Bearer KEY' with a key that is neither revoked nor expired")
+    if scope["path"] == "/metrics" and not (isinstance(caller, Caller) and caller.is_operator):
+        raise RequestRefused(403, "the metrics are the operator's: use the token in the data directory")
+    scope[_CALLER] = caller
+
+
+def caller_of(request: Request, scope_name: str = "") -> Caller:
+    """Return who calls. 403 if its key has not this scope."""
+    caller: Caller = request.scope[_CALLER]
+    if scope_name and scope_name not in caller.scopes:
+        raise RequestRefused(403, f"this key has not the scope '{scope_name}'; use one that has it")
+    return caller
+
+
+def attempt_of(request: Request, attempt_id: str) -> str:
+    """Return the attempt that the caller speaks for. 404 if the path names another."""
+    caller: AgentCaller = request.scope[_CALLER]
+    if caller.attempt != attempt_id:
+        raise RequestRefused(404, f"there is no attempt '{attempt_id:.40}' for this token")
+    return caller.attempt
+
+
+async def asked(request: Request, kind: type[Body], *, keep: bool = False) -> Body:
+    """Return the body, checked; large ones are parsed off the event loop. `keep`: it will be read again."""
+    body = body_at_hand(request)
+    read = partial(_parsed, body or b"{}", kind)
+    found = await aside(request)(read) if len(body) > AT_ONCE_BYTES else read()
+    if not keep:
+        let_go(request)
+    return found
+
+
+def _parsed(body: bytes, kind: type[Body]) -> Body:
+    check_values(body)
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise RequestRefused(422, f"{field or 'body'}: {plain_message(first)}", field=field) from None
+
+
+async def written_once(
+    plane: Plane, request: Request, kind: type[Body], change: Callable[[Session, Body, int], BaseModel]
+) -> dict[str, Any]:
+    """Make a change of the database for this request's body and idempotency key; return its answer."""
+    caller = caller_of(request)
+    key = request.headers.get("idempotency-key", "")
+    if not _KEY.fullmatch(key):
+        raise RequestRefused(
+            422,
+            "send a new Idempotency-Key with every write, and the same one to repeat it: 1 to 128 letters, digits "
+            "and . _ : / -",
+            field="idempotency-key",
+        )
+    digest = hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body_at_hand(request)).digest()
+    body = await asked(request, kind)
+    now = plane.clock()
+
+    def write(session: Session) -> dict[str, Any]:
+        def made(session: Session) -> dict[str, Any]:
+            return change(session, body, now).model_dump(mode="json")
+
+        return once(session, caller.key, RequestKey(key, digest), now, made)
+
+    answer = await plane.store.write(write)
+    plane.wake()
+    return answer
+
+
+def text(request: Request, name: str) -> str:
+    """Return a text of the query; empty if there is none."""
+    found = request.query_params.get(name, "")
+    if not found.isprintable() or len(found) > 120:
+        raise RequestRefused(422, f"{name}: must have at most 120 printable characters", field=name)
+    return found
+
+
+def whole(request: Request, name: str, default: int, most: int) -> int:
+    """Return a number of the query, at most `most`."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise RequestRefused(422, f"{name} = '{text[:40]}': must be a whole number", field=name)
+    return min(int(text), most)
+
+
+def answer(model: BaseModel, status: int = 200) -> Response:
+    return Response(model.model_dump_json(), status, media_type="application/json")

@@ -1,0 +1,66 @@
+"""The control plane's service: its routes, its loop, and who may call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+
+from fastapi import APIRouter
+
+from tandem.control.api.agent_routes import AgentRoutes
+from tandem.control.api.org_routes import OrgRoutes
+from tandem.control.api.requests import Plane, authenticate
+from tandem.control.api.run_routes import READ_BYTES, RunRoutes
+from tandem.control.transitions import LEASE_MS
+from tandem.serve.http.service import Service
+from tandem.shapes.agent import APPEND_BYTES, PIECE_BYTES
+
+
+def control_service(
+    plane: Plane, loop: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]] | None = None
+) -> Service:
+    """Build the service. `loop` runs beside the requests, from the first to the last; `close` is called after it."""
+    runs, agents, orgs = RunRoutes(plane), AgentRoutes(plane), OrgRoutes(plane)
+    router = APIRouter()
+    for each in (runs, agents, orgs):
+        router.include_router(each.router)
+    tasks: list[asyncio.Task[None]] = []
+    died: list[str] = []
+
+    async def looked_after() -> None:
+        try:
+            await loop()
+        except Exception as error:
+            died.append(f"the loop over the runs has ended: {type(error).__name__}: {error}; restart the control plane")
+            raise
+
+    async def start() -> None:
+        tasks.append(asyncio.create_task(looked_after()))
+
+    async def end() -> None:
+        for task in tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+        if close is not None:
+            await close()
+        await asyncio.to_thread(plane.store.close)
+
+    return Service(
+        "tandem control serve",
+        router,
+        {
+            "piece_bytes": PIECE_BYTES, "append_bytes": APPEND_BYTES, "read_bytes": READ_BYTES,
+            "lease_s": LEASE_MS // 1000,
+        },
+        start=start,
+        close=end,
+        why_unfit=lambda: plane.store.broken or (died[0] if died else ""),
+        gzip=True,
+        open_paths=frozenset({"/openapi.json"}),
+        hot=[*runs.hot, *agents.hot],
+        ending=runs.ended.set,
+        authenticate=partial(authenticate, plane.callers),
+    )  # fmt: skip

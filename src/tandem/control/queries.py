@@ -1,0 +1,220 @@
+"""What callers may see. Every question names the caller's org and, if the caller has one, its project."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from tandem.control import transitions
+from tandem.control.callers import Caller
+from tandem.control.decide import ENDED
+from tandem.control.ids import new_id
+from tandem.control.tables import Attempt, Event, Key, Org, Project, Run, Usage
+from tandem.errors import NotKnown
+from tandem.shapes.runs import (
+    RUN_ID,
+    AttemptInfo,
+    EventInfo,
+    KeyInfo,
+    Me,
+    OrgInfo,
+    ProjectInfo,
+    RunInfo,
+    UsageInfo,
+)
+
+DEFAULT = "default"
+
+
+def visible_run(session: Session, caller: Caller, run_id: str) -> Run:
+    """Return a run that the caller may see. NotKnown otherwise, also if it is another's."""
+    asked = sa.select(Run).where(Run.id == run_id, *_seen_by(caller))
+    run = session.scalar(asked) if RUN_ID.fullmatch(run_id) else None
+    if run is None:
+        raise NotKnown(f"there is no run '{run_id:.40}'", field="run")
+    return run
+
+
+def _seen_by(caller: Caller) -> list[sa.ColumnElement[bool]]:
+    return [Run.org == caller.org, *([Run.project == caller.project] if caller.project else [])]
+
+
+def run_info(session: Session, caller: Caller, run_id: str, now: int) -> RunInfo:
+    return _infos(session, [visible_run(session, caller, run_id)], now)[0]
+
+
+def run_page(
+    session: Session, caller: Caller, filters: Mapping[str, str], before: str, limit: int, now: int
+) -> list[RunInfo]:
+    """Return runs, the newest first. `filters`: state, project, group, where they are not empty."""
+    asked = sa.select(Run).where(*_seen_by(caller))
+    if state := filters.get("state"):
+        asked = asked.where(Run.state == state)
+    if group := filters.get("group"):
+        asked = asked.where(Run.group == group)
+    if project := filters.get("project"):
+        named = sa.select(Project.id).where(Project.org == caller.org, Project.name == project)
+        asked = asked.where(Run.project.in_(named))
+    if before:
+        mark = visible_run(session, caller, before)
+        asked = asked.where(sa.tuple_(Run.at, Run.id) < sa.tuple_(sa.literal(mark.at), sa.literal(mark.id)))
+    found = session.scalars(asked.order_by(Run.at.desc(), Run.id.desc()).limit(limit))
+    return _infos(session, list(found), now)
+
+
+def _infos(session: Session, runs: Sequence[Run], now: int) -> list[RunInfo]:
+    ids = [run.id for run in runs]
+    spent = transitions.spent_by_run(session, ids)
+    named = sa.select(Project.id, Project.name).where(Project.id.in_({run.project for run in runs}))
+    projects: dict[str, str] = dict(session.execute(named).all())
+    newest = sa.select(Attempt).join(Run, sa.and_(Run.id == Attempt.run, Run.attempt_n == Attempt.n))
+    attempts = {each.run: each for each in session.scalars(newest.where(Attempt.run.in_(ids)))} if ids else {}
+    found = list[RunInfo]()
+    for run in runs:
+        attempt = attempts.get(run.id)
+        under_way = 0.0
+        if attempt is not None and attempt.state == "claimed":
+            under_way = transitions.view_of_attempt(attempt).cost_usd(attempt.ended_at or now)
+        found.append(
+            RunInfo(
+                id=run.id, name=run.name, project=projects.get(run.project, ""), group=run.group, target=run.target,
+                state=cast("Any", run.state), want=cast("Any", run.want), why=run.why, at=run.at,
+                ended_at=run.ended_at, attempt=run.attempt_n, max_cost_usd=run.max_cost_usd,
+                cost_usd=spent.get(run.id, 0.0) + under_way,
+            )
+        )  # fmt: skip
+    return found
+
+
+def with_progress(info: RunInfo, status: bytes, progress: bytes) -> RunInfo:
+    """Return the run with what its mirrored status.json and progress.json say; damaged files say nothing."""
+    told, sign = _table(status), _table(progress)
+    return info.model_copy(
+        update={
+            "stage": str(sign.get("stage") or ""),
+            "step": _whole(sign.get("step") if sign else told.get("steps_done")),
+            "steps_total": _whole(told.get("steps_total")),
+            "verdict": str(told.get("verdict") or ""),
+            "error": str(told.get("error") or ""),
+        }
+    )
+
+
+def _table(content: bytes) -> Mapping[str, Any]:
+    try:
+        found: object = json.loads(content) if content else {}
+    except ValueError:
+        return {}
+    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _whole(value: object) -> int:
+    return int(value) if isinstance(value, int | float) and abs(value) < 2**53 else 0
+
+
+def events(session: Session, caller: Caller, run_id: str, after: int, limit: int) -> tuple[list[EventInfo], bool]:
+    """Return events after a number, and whether the run has ended and has no more."""
+    run = visible_run(session, caller, run_id)
+    asked = sa.select(Event).where(Event.run == run_id, Event.n > after).order_by(Event.n).limit(limit)
+    found = [EventInfo(n=each.n, at=each.at, kind=each.kind, body=each.body) for each in session.scalars(asked)]
+    last = found[-1].n if found else after
+    return found, run.state in ENDED and last >= run.event_n
+
+
+def attempts(session: Session, caller: Caller, run_id: str) -> list[AttemptInfo]:
+    visible_run(session, caller, run_id)
+    return [
+        AttemptInfo(
+            n=each.n, state=each.state, target=each.target, at=each.at, claimed_at=each.claimed_at,
+            ended_at=each.ended_at, closed_at=each.closed_at, why=each.closed_why,
+        )
+        for each in session.scalars(sa.select(Attempt).where(Attempt.run == run_id).order_by(Attempt.n))
+    ]  # fmt: skip
+
+
+def usage_page(session: Session, caller: Caller, after: str, limit: int) -> list[UsageInfo]:
+    """Return what attempts used, in the order of their keys, so that an export can go on where it was."""
+    asked = sa.select(Usage).join(Run, Run.id == Usage.run).where(*_seen_by(caller), Usage.key > after)
+    return [
+        UsageInfo(key=each.key, run=each.run, kind=each.kind, began=each.began, ended=each.ended, usd=each.usd)
+        for each in session.scalars(asked.order_by(Usage.key).limit(limit))
+    ]
+
+
+# --- orgs, projects and keys
+
+
+def make_org(session: Session, name: str, now: int) -> OrgInfo:
+    """Return the org of this name, with its first project; make them if there are none."""
+    org = transitions.make_org(session, name, now)
+    session.flush()
+    put_project(session, org, DEFAULT, 0.0, 0, now, change=False)
+    return OrgInfo(id=org, name=name)
+
+
+def project_of(session: Session, caller: Caller, name: str) -> str:
+    """Return the id of a project that the caller may use, by its name."""
+    found = session.scalar(sa.select(Project.id).where(Project.org == caller.org, Project.name == name))
+    if found is None or (caller.project and caller.project != found):
+        raise NotKnown(f"project = '{name}': there is none of this name", field="project")
+    return found
+
+
+def put_project(
+    session: Session, org: str, name: str, budget_usd: float, max_live_runs: int, now: int, *, change: bool = True
+) -> str:
+    """Make a project, or change the one of this name; return its id."""
+    row = session.scalar(sa.select(Project).where(Project.org == org, Project.name == name))
+    if row is None:
+        row = Project(
+            id=new_id("project"), org=org, at=now, name=name, budget_usd=budget_usd, max_live_runs=max_live_runs
+        )
+        session.add(row)
+    elif change:
+        row.budget_usd, row.max_live_runs = budget_usd, max_live_runs
+    session.flush()
+    return row.id
+
+
+def projects(session: Session, caller: Caller) -> list[ProjectInfo]:
+    seen = sa.select(Project).where(Project.org == caller.org)
+    if caller.project:
+        seen = seen.where(Project.id == caller.project)
+    sums = sa.select(Run.project, sa.func.sum(Usage.usd)).join(Run, Run.id == Usage.run).where(*_seen_by(caller))
+    spent: dict[str, float] = dict(session.execute(sums.group_by(Run.project)).all())
+    return [
+        ProjectInfo(
+            id=each.id, name=each.name, budget_usd=each.budget_usd, max_live_runs=each.max_live_runs,
+            spent_usd=float(spent.get(each.id) or 0.0),
+        )
+        for each in session.scalars(seen.order_by(Project.name))
+    ]  # fmt: skip
+
+
+def keys(session: Session, caller: Caller) -> list[KeyInfo]:
+    """Return the keys of the caller's org; of its project alone if it has one."""
+    seen = sa.select(Key).where(Key.org == caller.org)
+    if caller.project:
+        seen = seen.where(Key.project == caller.project)
+    return [key_info(session, each) for each in session.scalars(seen.order_by(Key.at, Key.id))]
+
+
+def key_info(session: Session, row: Key, key: str = "") -> KeyInfo:
+    project = session.get(Project, row.project) if row.project else None
+    return KeyInfo(
+        id=row.id, name=row.name, scopes=cast("Any", row.scopes), project="" if project is None else project.name,
+        at=row.at, expires_at=row.expires_at, revoked_at=row.revoked_at, key=key,
+    )  # fmt: skip
+
+
+def me(session: Session, caller: Caller) -> Me:
+    project = session.get(Project, caller.project) if caller.project else None
+    return Me(
+        key=caller.key, org=caller.org, org_name=session.get_one(Org, caller.org).name,
+        project="" if project is None else project.name, scopes=cast("Any", sorted(caller.scopes)),
+        operator=caller.is_operator,
+    )  # fmt: skip

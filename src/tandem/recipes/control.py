@@ -1,0 +1,93 @@
+"""`tandem control serve`: the control plane in one process, its loop and its HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from tandem.build.targets import AnyTarget, open_provider, read_targets
+from tandem.control import queries
+from tandem.control.api.requests import Plane
+from tandem.control.api.service import control_service
+from tandem.control.callers import Callers, all_keys
+from tandem.control.decide import AttemptView, RunView
+from tandem.control.mirror import Mirror
+from tandem.control.reconcile import Reconciler
+from tandem.control.store import Store
+from tandem.control.tokens import attempt_secret, attempt_token
+from tandem.recipes.run_needs import need_of
+from tandem.recipes.targets import ask_targets
+from tandem.serve.http.httptools_protocol import FastHttp
+from tandem.serve.http.run import Listen, Server
+from tandem.serve.http.service import create_app
+from tandem.shapes.agent import TOKEN_VARIABLE
+from tandem.shapes.runs import OfferInfo, TargetInfo
+from tandem.types import Job, Need
+
+MIRRORS = "runs"
+
+
+def serve_control(listen: Listen, *, database: str = "", targets: str | Path | None = None, url: str = "") -> None:
+    """Serve until SIGTERM or Ctrl-C; runs go on meanwhile. `database`: of PostgreSQL; default: SQLite in the data
+    directory. `targets`: the file of targets. `url`: where the targets' machines reach this server; default: where it
+    listens."""
+    known = read_targets(None if targets is None else Path(targets))
+    token, secret = listen.token(), attempt_secret(listen.data_dir)
+    store = Store(listen.data_dir, database)
+    served: list[Server] = []
+
+    def own_url() -> str:
+        return url.rstrip("/") or (served[0].url if served else "")
+
+    loop = _loop(store, known, secret, own_url)
+    plane = _plane(store, known, token, secret, listen.data_dir, loop)
+
+    async def run() -> None:
+        while not own_url():  # a free port is known only once the socket is open
+            await asyncio.sleep(0.02)
+        await loop.run()
+
+    app = create_app(control_service(plane, run, loop.close), token="", hosts=listen.hosts)
+    gc.collect()
+    gc.freeze()
+    served.append(Server(app, listen, print, FastHttp))
+    served[0].run()
+
+
+def _plane(
+    store: Store, targets: Mapping[str, AnyTarget], token: str, secret: bytes, data_dir: Path, loop: Reconciler
+) -> Plane:
+    org = asyncio.run(store.write(lambda session: queries.make_org(session, "default", now_ms()))).id
+    callers = Callers(token, secret, org, asyncio.run(store.read(all_keys)), now_ms)
+
+    async def offers() -> list[TargetInfo]:
+        return [
+            TargetInfo(
+                name=each.target, kind=each.kind, error=each.error,
+                offers=[OfferInfo.model_validate(asdict(offer)) for offer in each.offers],
+            )
+            for each in await ask_targets(targets, Need())
+        ]  # fmt: skip
+
+    prices = {name: each.usd_per_hour for name, each in targets.items()}
+    return Plane(store, Mirror(data_dir / MIRRORS, store), callers, now_ms, prices, offers, loop.wake)
+
+
+def _loop(store: Store, targets: Mapping[str, AnyTarget], secret: bytes, url: Callable[[], str]) -> Reconciler:
+    async def job_of(run: RunView, attempt: AttemptView) -> Job:
+        need = await need_of(run.spec_toml, providers[attempt.target])
+        argv = (targets[attempt.target].tandem, "agent", f"{url()}/api/attempts/{attempt.id}")
+        return Job(attempt.name, argv, need, env={TOKEN_VARIABLE: attempt_token(secret, attempt.id)})
+
+    providers = {name: open_provider(each) for name, each in targets.items()}
+    prefix = f"tandem-{hashlib.sha256(secret).hexdigest()[:8]}-"
+    return Reconciler(store, providers, job_of, prefix=prefix, clock=now_ms)
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000

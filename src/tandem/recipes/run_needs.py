@@ -1,0 +1,43 @@
+"""What a run asks of the machine that it is started on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.errors import ProviderRefused, SpecError
+from tandem.protocols import Provider
+from tandem.spec.load import parse_spec
+from tandem.spec.run import RunSpec
+from tandem.spec.toml import parse_toml
+from tandem.types import Need
+
+_CPUS_PER_GPU = 4
+
+
+async def need_of(spec_toml: str, provider: Provider) -> Need:
+    """Return what the spec's run needs. `device = "auto"` takes GPUs where the provider has them, and else none.
+    ProviderRefused if no job can be made of it."""
+    try:
+        spec = parse_spec(parse_toml(spec_toml, "the run's spec"))
+    except SpecError as error:
+        raise ProviderRefused(f"this release refuses the run's spec: {error}") from error
+    if spec.parallel.hosts > 1:
+        raise ProviderRefused(
+            f"parallel.hosts = {spec.parallel.hosts}: a control plane starts runs of one host so far; set it to 1, or "
+            "start the run by torchrun (docs/parallel.md)"
+        )
+    without = Need()
+    if spec.device == "cpu":
+        return without
+    gpus = num_gpus(spec)
+    need = replace(without, gpus=gpus, cpus=_CPUS_PER_GPU * gpus)
+    if spec.device == "cuda" or any(offer.fits for offer in await provider.offers(replace(need, cpus=0))):
+        return need
+    return without
+
+
+def num_gpus(spec: RunSpec) -> int:
+    """Return how many GPUs of one host the run uses: GPU r for rank r, and those that `engine.gpus` numbers."""
+    engine = getattr(spec, "engine", None)
+    numbered = getattr(engine, "gpus", ()) or ()
+    return max(spec.parallel.ranks, 1 + max(numbered, default=-1))

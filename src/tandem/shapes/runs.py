@@ -1,0 +1,233 @@
+"""Between a user and the control plane: runs, keys, projects and orgs.
+
+Times are milliseconds since 1970, in UTC. Money is US dollars. A list is a page: `next` goes into `before` or `after`
+of the next request; empty: it was the last.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from tandem.shapes.base import Answer, Asked
+
+RUN_ID = re.compile(r"run_[a-z2-7]{26}")
+ENDED = ("succeeded", "failed", "cancelled", "stopped")
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}$")]
+Scope = Literal["runs:read", "runs:write", "keys", "admin"]
+"""runs:read: see runs. runs:write: submit, cancel, resume. keys: make and revoke keys. admin: make projects."""
+SCOPES: tuple[Scope, ...] = ("runs:read", "runs:write", "keys", "admin")
+Usd = Annotated[float, Field(ge=0, le=1e9)]
+Millis = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class SubmitBody(Asked):
+    """A run to queue. The spec is the very one that runs locally."""
+
+    spec_toml: str = Field(min_length=1, max_length=1_000_000)
+    target: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+    """A name of the server's file of targets."""
+    name: Name | Literal[""] = ""
+    """Default: the spec's own name."""
+    project: Name = "default"
+    group: Name | Literal[""] = ""
+    max_cost_usd: Usd = 0.0
+    """The run is stopped before it costs more; 0: no limit."""
+    retries: int = Field(default=3, ge=0, le=100)
+    """Further attempts after failures that may pass."""
+
+
+class CancelBody(Asked):
+    """`save`: save a checkpoint first, which may take minutes; the run is `stopped` then and can be resumed."""
+
+    save: bool = False
+
+
+class ResumeBody(Asked):
+    """Queue a run again that stopped, failed or was cancelled."""
+
+
+class RunInfo(Answer):
+    """A run, and what its mirrored files say of it."""
+
+    id: str
+    name: str
+    project: str
+    group: str
+    target: str
+    state: Literal["queued", "starting", "running", "waiting", "succeeded", "failed", "cancelled", "stopped"]
+    want: Literal["run", "stop", "cancel"]
+    why: str
+    at: int
+    ended_at: int
+    attempt: int
+    max_cost_usd: float
+    cost_usd: float
+    stage: str = ""
+    step: int = 0
+    steps_total: int = 0
+    verdict: str = ""
+    error: str = ""
+
+
+class RunPage(Answer):
+    items: list[RunInfo]
+    next: str = ""
+
+
+class EventInfo(Answer):
+    """What happened to a run, numbered from 1."""
+
+    n: int
+    at: int
+    kind: str
+    body: dict[str, Any]
+
+
+class EventPage(Answer):
+    items: list[EventInfo]
+    next: str = ""
+
+
+class AttemptInfo(Answer):
+    """One execution of a run."""
+
+    n: int
+    state: str
+    target: str
+    at: int
+    claimed_at: int
+    ended_at: int
+    closed_at: int
+    why: str
+
+
+class AttemptList(Answer):
+    items: list[AttemptInfo]
+
+
+class FileInfo(Answer):
+    """A mirrored file. Bytes that were read stay right as long as the generation is the same."""
+
+    file: str
+    generation: int
+    size: int
+
+
+class FileList(Answer):
+    items: list[FileInfo]
+
+
+class OfferInfo(Answer):
+    """What a target offers: now, later (`fits` alone), or never, and why not."""
+
+    name: str
+    gpus: int = 0
+    gpu: str = ""
+    gpu_memory_gib: float = 0.0
+    cpus: int = 0
+    memory_gib: float = 0.0
+    hosts: int = 1
+    usd_per_hour: float = 0.0
+    now: bool = True
+    fits: bool = True
+    why_not: str = ""
+
+
+class TargetInfo(Answer):
+    name: str
+    kind: str
+    offers: list[OfferInfo]
+    error: str = ""
+
+
+class TargetList(Answer):
+    items: list[TargetInfo]
+
+
+class KeyBody(Asked):
+    """A key to make. It cannot do more than the key that makes it."""
+
+    name: Name
+    scopes: list[Scope] = Field(min_length=1, max_length=len(SCOPES))
+    project: Name | Literal[""] = ""
+    """The only project that it may see; empty: all of its org."""
+    org: str = Field(default="", pattern=r"^(org_[a-z2-7]{26})?$")
+    """An org's id, for the operator; empty: the caller's own."""
+    expires_at: Millis = 0
+
+
+class KeyInfo(Answer):
+    id: str
+    name: str
+    scopes: list[Scope]
+    project: str
+    at: int
+    expires_at: int
+    revoked_at: int
+    key: str = ""
+    """The key itself: only in the answer that made it."""
+
+
+class KeyList(Answer):
+    items: list[KeyInfo]
+
+
+class ProjectBody(Asked):
+    """A project to make, or to change if there is one of this name."""
+
+    name: Name
+    budget_usd: Usd = 0.0
+    max_live_runs: int = Field(default=0, ge=0, le=10**6)
+
+
+class ProjectInfo(Answer):
+    id: str
+    name: str
+    budget_usd: float
+    max_live_runs: int
+    spent_usd: float
+
+
+class ProjectList(Answer):
+    items: list[ProjectInfo]
+
+
+class OrgBody(Asked):
+    name: Name
+
+
+class OrgInfo(Answer):
+    id: str
+    name: str
+
+
+class Me(Answer):
+    """Who the caller is."""
+
+    key: str
+    org: str
+    org_name: str
+    project: str
+    scopes: list[Scope]
+    operator: bool
+    """Whether this is the token of the data directory, which may make orgs."""
+
+
+class UsageInfo(Answer):
+    """What one attempt used. `key` is unique for all time, so that adding a row twice can be seen."""
+
+    key: str
+    run: str
+    kind: str
+    began: int
+    ended: int
+    usd: float
+
+
+class UsagePage(Answer):
+    items: list[UsageInfo]
+    next: str = ""

@@ -1,0 +1,144 @@
+"""The whole way of a run on this machine: submitted over HTTP, started by the local provider, brought to its end by the
+real agent and the real trainer; and what is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_way import Control, spec_of, until
+
+from tandem import digest_run
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> Iterator[Control]:
+    found = Control(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+    """What `tandem train` alone makes of the same spec: digests of weights, optimizer and log."""
+    known: dict[int, dict[str, str]] = {}
+
+    def digests(steps: int) -> dict[str, str]:
+        if steps not in known:
+            home = tmp_path_factory.mktemp("alone")
+            (home / "spec.toml").write_text(spec_of(home, steps))
+            command = [sys.executable, "-P", "-m", "tandem", "train", "spec.toml", "--run-dir", "run"]
+            subprocess.run(command, cwd=home, check=True, capture_output=True)
+            known[steps] = digest_run(home / "run")
+        return known[steps]
+
+    return digests
+
+
+def ends(control: Control, run: str, state: str = "succeeded") -> None:
+    until(lambda: control.state(run) in ("succeeded", "failed", "stopped", "cancelled"), 200)
+    found = control.ask("GET", f"/api/runs/{run}")
+    assert found["state"] == state, (found, console(control))
+
+
+def console(control: Control) -> str:
+    return "\n".join(path.read_text()[-3000:] for path in control.home.glob("jobs/tandem-*/*") if path.is_file())
+
+
+def attempts(control: Control) -> list[Path]:
+    return sorted(control.home.glob("jobs/tandem-*"))
+
+
+def assert_mirrored(control: Control, run: str) -> None:
+    """Every small file of the run directory is in the mirror, byte by byte."""
+    here, there = control.directory(run), control.mirror(run)
+    files = [path.relative_to(here) for path in here.rglob("*") if path.is_file()]
+    small = [file for file in files if not re.match(r"checkpoints/|export/|.*/\.|\.|.*-shm$", str(file))]
+    assert {"metrics.jsonl", "status.json", "events.jsonl", "log.txt", "spec.toml"} <= {str(file) for file in small}
+    for file in small:
+        assert (there / file).read_bytes() == (here / file).read_bytes(), file
+    assert not list(there.rglob("*.safetensors"))
+
+
+def test_a_submitted_run_ends_as_the_command_alone_would(control: Control, alone: Any) -> None:
+    run = control.submit(2)
+    ends(control, run)
+    assert digest_run(control.directory(run)) == alone(2)
+    assert_mirrored(control, run)
+    assert "trainer has begun" in console(control)
+    assert json.loads((control.mirror(run) / "status.json").read_text())["state"] == "succeeded"
+    assert (control.mirror(run) / "console").read_bytes() == (attempts(control)[0] / "trainer.log").read_bytes()
+    until(lambda: not control.processes(), 20)
+    tokens = [path for path in control.home.rglob("*") if path.is_file() and b"tda_" in path.read_bytes()]
+    assert tokens == []
+
+
+def test_agent_guard_and_control_are_killed_on_the_way_and_the_run_ends_the_same(control: Control, alone: Any) -> None:
+    run = control.submit(60)
+    until(lambda: control.steps(run) >= 3)
+    trainer = control.processes("train")
+    (worker,) = control.processes("--once")
+    os.kill(worker, signal.SIGKILL)  # its guard starts another, which goes on with the same trainer
+    until(lambda: "goes on with the same trainer" in console(control))
+    assert control.processes("train") == trainer
+    control.kill()
+    seen = control.steps(run)
+    until(lambda: control.steps(run) >= seen + 3)  # it trains on meanwhile
+    control.start()
+    assert control.state(run) == "running"
+    guard = int((attempts(control)[0] / ".job/pid").read_text().split()[0])
+    os.kill(guard, signal.SIGKILL)  # the agent goes on without it
+    ends(control, run)
+    assert len(attempts(control)) == 1
+    assert digest_run(control.directory(run)) == alone(60)
+    assert_mirrored(control, run)
+
+
+def test_a_run_whose_processes_all_die_is_resumed_by_a_further_attempt(
+    control: Control, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = control.submit(30)
+    until(lambda: control.steps(run) >= 3)
+    for pid in control.processes():
+        os.kill(pid, signal.SIGKILL)
+    ends(control, run)
+    assert len(attempts(control)) == 2
+    assert digest_run(control.directory(run)) == alone(30)
+    assert_mirrored(control, run)
+
+
+def test_a_supervisor_that_is_killed_is_followed_by_a_further_attempt(control: Control, alone: Any) -> None:
+    run = control.submit(30)
+    until(lambda: control.steps(run) >= 3)
+    told = json.loads((attempts(control)[0] / "trainer.json").read_text())
+    supervisor = int(told["program"].partition(":")[0])
+    os.kill(supervisor, signal.SIGKILL)
+    ends(control, run)
+    assert len(attempts(control)) == 2
+    assert digest_run(control.directory(run)) == alone(30)
+
+
+def test_a_cancelled_run_is_gone_within_ten_seconds(control: Control) -> None:
+    run = control.submit(100_000)
+    until(lambda: control.steps(run) >= 2)
+    began = time.monotonic()
+    control.ask("POST", f"/api/runs/{run}/cancel", {})
+    until(lambda: not control.processes(), 30)
+    assert time.monotonic() - began < 10
+    ends(control, run, "cancelled")
+
+
+def test_a_wrong_spec_fails_with_its_reason_and_is_not_tried_again(control: Control) -> None:
+    run = control.submit(2, model={"path": str(control.home / "no-such-model")})
+    ends(control, run, "failed")
+    assert len(attempts(control)) == 1
+    assert "no-such-model" in control.ask("GET", f"/api/runs/{run}")["why"]

@@ -1,0 +1,69 @@
+"""The whole way of a run on machines that real servers reach: sshd and Slurm, with a kill on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from whole_way import Control, spec_of, until
+
+from tandem import digest_run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "providers"))
+
+from places import Slurm, Sshd, slurm, sshd
+
+STEPS = 15
+
+
+def brought_to_its_end(home: Path, targets: str) -> dict[str, str]:
+    """Submit a run to `[targets.there]`, kill the agent and the control plane, and return the run's digests."""
+    control = Control(home, f'[targets.there]\ndirectory = "{home}/jobs"\ntandem = "{home}/tandem"\n{targets}')
+    try:
+        run = control.submit(STEPS, "there")
+        until(lambda: control.steps(run) >= 3)
+        (worker,) = control.processes("--once")
+        os.kill(worker, signal.SIGKILL)
+        control.kill()
+        control.start()
+        until(lambda: control.state(run) in ("succeeded", "failed"), 200)
+        told = control.ask("GET", f"/api/runs/{run}")
+        assert told["state"] == "succeeded", told
+        (job,) = home.glob("jobs/tandem-*")
+        assert "goes on with the same trainer" in (job / "console").read_text()
+        return digest_run(control.directory(run))
+    finally:
+        control.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    home = tmp_path_factory.mktemp("alone")
+    (home / "spec.toml").write_text(spec_of(home, STEPS))
+    command = [sys.executable, "-P", "-m", "tandem", "train", "spec.toml", "--run-dir", "run"]
+    subprocess.run(command, cwd=home, check=True, capture_output=True)
+    return digest_run(home / "run")
+
+
+@pytest.mark.skipif(not sshd(), reason="no sshd here: make install-system")
+def test_a_run_on_an_ssh_box_ends_as_the_command_alone_would(tmp_path: Path, alone: dict[str, str]) -> None:
+    (tmp_path / "sshd").mkdir()
+    server = Sshd(tmp_path / "sshd")
+    try:
+        login = "".join(f"{name} = {value!r}\n" for name, value in server.login.items())
+        assert brought_to_its_end(tmp_path, f'kind = "ssh"\n{login}') == alone
+    finally:
+        server.kill()
+
+
+@pytest.mark.skipif(not slurm(), reason="no Slurm here, or not root: make install-system")
+def test_a_run_on_a_slurm_cluster_ends_as_the_command_alone_would(tmp_path: Path, alone: dict[str, str]) -> None:
+    cluster = Slurm()
+    try:
+        assert brought_to_its_end(tmp_path, f'kind = "slurm"\nconf = "{cluster.conf}"\n') == alone
+    finally:
+        cluster.kill()

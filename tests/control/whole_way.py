@@ -1,0 +1,132 @@
+"""The whole way of a run: `tandem control serve` in a process of its own, a caller of it, and a spec that is quick."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tandem.spec.load import parse_spec, to_toml
+
+ENVIRONMENT = """
+from tandem.types import Outcome, Task
+
+
+class Ascii:
+    def tasks(self, split):
+        return [Task(f"{split} {number}", ({"role": "user", "content": f"{split} {number}"},)) for number in range(40)]
+
+    async def run(self, task, chat):
+        reply = await chat.reply()
+        return Outcome(sum(character.isascii() for character in reply.text) / (len(reply.text) + 1))
+"""
+
+
+def spec_of(home: Path, steps: int, **more: Any) -> str:
+    (home / "ascii.py").write_text(ENVIRONMENT)
+    tables = {
+        "recipe": "rl",
+        "name": "ascii",
+        "device": "cpu",
+        "model": {"preset": "tiny"},
+        "environment": {"name": str(home / "ascii.py")},
+        "train": {"steps": steps, "lr": 1e-3, "groups_per_step": 2, "group_size": 4, "max_tokens": 6},
+        "eval": {"tasks": 4},
+        "checkpoint": {"every": 1, "keep_every": 1000},
+    }
+    return to_toml(parse_spec({**tables, **more}))
+
+
+class Control:
+    """The control plane's process, and a caller of it."""
+
+    def __init__(self, home: Path, targets: str = "") -> None:
+        """`targets`: the file of targets; default: this machine, as `here`."""
+        self.home = home
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        here = f'[targets.here]\nkind = "local"\ndirectory = "{home}/jobs"\ntandem = "{home}/tandem"\n'
+        (home / "targets.toml").write_text(targets or here)
+        path = os.environ.get("PYTHONPATH", "")  # a job sees none of this process's variables
+        variables = f"export PYTHONPATH='{path}' OMP_NUM_THREADS=1"
+        (home / "tandem").write_text(f'#!/bin/sh\n{variables}\nexec {sys.executable} -P -m tandem "$@"\n')
+        (home / "tandem").chmod(0o755)
+        self._keys = 0
+        self.start()
+
+    def start(self) -> None:
+        with (self.home / "log").open("ab") as log:
+            serve = [sys.executable, "-P", "-m", "tandem", "control", "serve", "--port", str(self.port)]
+            here = ["--data-dir", str(self.home / "data"), "--targets", str(self.home / "targets.toml")]
+            self.process = subprocess.Popen([*serve, *here], cwd=self.home, stdout=log, stderr=log)
+        until(lambda: self._answers(), 60)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        self._keys += 1
+        token = (self.home / "data/token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"k{self._keys}"}
+        told = httpx.request(method, f"http://127.0.0.1:{self.port}{path}", json=body, headers=headers, timeout=20)
+        assert told.status_code < 300, told.text
+        return told.json()
+
+    def submit(self, steps: int, target: str = "here", **more: Any) -> str:
+        body = {"spec_toml": spec_of(self.home, steps, **more), "target": target}
+        return self.ask("POST", "/api/runs", body)["id"]
+
+    def state(self, run: str) -> str:
+        return self.ask("GET", f"/api/runs/{run}")["state"]
+
+    def directory(self, run: str) -> Path:
+        return self.home / "jobs/runs" / run
+
+    def mirror(self, run: str) -> Path:
+        return self.home / "data/runs" / run
+
+    def steps(self, run: str) -> int:
+        try:
+            return (self.directory(run) / "metrics.jsonl").read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    def processes(self, *words: str) -> list[int]:
+        """The processes of this test's jobs whose command line has these words."""
+        found: list[int] = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words_there = (path / "cmdline").read_bytes().decode().split("\0")
+                mine = f"TANDEM_JOB={self.home}".encode() in (path / "environ").read_bytes()
+            except OSError:
+                continue
+            if mine and all(word in words_there for word in words):
+                found.append(int(path.name))
+        return found
+
+    def close(self) -> None:
+        self.kill()
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, (self.home / "log").read_text()
+        with socket.socket() as tried:
+            return tried.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+def until(true: Callable[[], Any], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
