@@ -15,7 +15,7 @@ from tandem import digest_run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "providers"))
 
-from places import Slurm, Sshd, slurm, sshd
+from places import Slurm, Sshd, slurm, sshd  # pyright: ignore[reportMissingImports]
 
 STEPS = 15
 
