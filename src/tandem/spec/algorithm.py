@@ -223,7 +223,7 @@ class DistillSpec(Spec):
 AlgorithmSpec = Annotated[
     Annotated[
         DrGrpoSpec | GrpoSpec | RlooSpec | DapoSpec | GspoSpec | CispoSpec | ReinforcePpSpec | PpoSpec
-        | RejectionSamplingSpec | DistillSpec        | OwnAlgorithmSpec,
+        | RejectionSamplingSpec | DistillSpec | OwnAlgorithmSpec,
         Field(discriminator="kind"),
     ],
     BeforeValidator(as_own),
