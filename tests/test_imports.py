@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ class Import:
 
 
 def imports(package: Path) -> list[Import]:
+    return ours() if package == PACKAGE else imports_in(package)
+
+
+@cache
+def ours() -> list[Import]:
+    return imports_in(PACKAGE)
+
+
+def imports_in(package: Path) -> list[Import]:
     return [
         found
         for path in sorted(package.rglob("*.py"))
@@ -113,7 +123,12 @@ def _of_file(path: Path, file: str) -> Iterator[Import]:
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _only_annotates(child)
             yield from walk(child, at_module_level and not inside)
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), True)
+    yield from walk(tree_of(path.read_text(encoding="utf-8")), True)
+
+
+@cache
+def tree_of(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def _imports_by_name(node: ast.AST) -> bool:
@@ -285,7 +300,7 @@ MODE_WORDS = {"mode", "kind", "backend", "bridge", "name", "algorithm", "lag", "
 def questions_about_a_mode(source: str) -> list[str]:
     """Conditions that ask for a mode by its name, by an attribute that says one, or by a Tandem class."""
     found: list[str] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.If | ast.IfExp | ast.While):
             test: ast.AST = node.test
         elif isinstance(node, ast.Match):
@@ -340,7 +355,7 @@ def too_long(package: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if (lines := len(text.splitlines())) >= TOO_LONG_FILE:
             found.append(f"{path.relative_to(package)}: {lines} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines >= TOO_LONG_FUNCTION:
