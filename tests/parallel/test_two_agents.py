@@ -48,7 +48,8 @@ def two_agents(
     agents = [
         subprocess.Popen(
             [*torchrun, *how(port, number), *command, *options],
-            env=ENVIRONMENT, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=ENVIRONMENT | {"PYTHONFAULTHANDLER": "1"}, cwd=place, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
         )
         for number, place in enumerate(places)
     ]  # fmt: skip
@@ -76,6 +77,19 @@ def processes_of(run: str | Path) -> dict[int, int]:
     return found
 
 
+def all_said(agents: Sequence[subprocess.Popen[str]], run: Path) -> list[str]:
+    """What the agents printed, once all have ended. If one does not, fail with who is still there."""
+    try:
+        return [agent.communicate(timeout=200)[0] for agent in agents]
+    except subprocess.TimeoutExpired:
+        left = {f"agent {number}": agent.pid for number, agent in enumerate(agents) if agent.poll() is None}
+        left |= {f"rank {rank}": pid for rank, pid in processes_of(run).items()}
+        for pid in left.values():
+            os.kill(pid, signal.SIGABRT)  # each prints its stacks
+        said = [agent.communicate(timeout=30)[0] for agent in agents]
+        pytest.fail(f"still there after 200 s: {left}\n" + "\n".join(text[-6000:] for text in said))
+
+
 def steps_of(run: Path) -> int:
     metrics = run / "metrics.jsonl"
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
@@ -83,9 +97,9 @@ def steps_of(run: Path) -> int:
 
 def test_two_agents_give_the_bytes_of_one_rank(tmp_path):
     spec, run, one = write_spec(tmp_path), tmp_path / "run", tmp_path / "one"
-    for each in (2, 1):  # the second time there is nothing left to do
-        with two_agents(spec, run, places=[tmp_path] * 2, how=meeting, ranks_each=each) as agents:
-            said = [agent.communicate(timeout=200)[0] for agent in agents]
+    for _ in range(2):  # the second time there is nothing left to do
+        with two_agents(spec, run, places=[tmp_path] * 2, how=meeting) as agents:
+            said = all_said(agents, run)
         assert [agent.returncode for agent in agents] == [0, 0], "\n".join(text[-3000:] for text in said)
     parallel = spec_of(run).parallel
     assert (parallel.ranks, parallel.hosts) == (4, 2), "as the agents are"
