@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +20,12 @@ from tandem.control.once import once
 from tandem.control.store import Store
 from tandem.io.request_key import RequestKey
 from tandem.serve.http.refusals import RequestRefused
-from tandem.serve.http.request_bounds import AT_ONCE_BYTES, check_values
+from tandem.serve.http.request_bounds import AT_ONCE_BYTES, check_values, idempotency_key
 from tandem.serve.http.service import aside, body_at_hand, let_go
 from tandem.shapes.base import Asked
 from tandem.shapes.runs import TargetInfo
 from tandem.spec.load import plain_message
 
-_KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _CALLER = "tandem.caller"
 
 Body = TypeVar("Body", bound=Asked)
@@ -101,14 +99,7 @@ async def written_once(
 ) -> dict[str, Any]:
     """Make a change of the database for this request's body and idempotency key; return its answer."""
     caller = caller_of(request)
-    key = request.headers.get("idempotency-key", "")
-    if not _KEY.fullmatch(key):
-        raise RequestRefused(
-            422,
-            "send a new Idempotency-Key with every write, and the same one to repeat it: 1 to 128 letters, digits "
-            "and . _ : / -",
-            field="idempotency-key",
-        )
+    key = idempotency_key(request)
     digest = hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body_at_hand(request)).digest()
     body = await asked(request, kind)
     now = plane.clock()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from fastapi import Request
+
 from tandem.io.json_size import holds_more
 from tandem.serve.http.refusals import RequestRefused
 
@@ -14,6 +18,20 @@ MAX_TOOLS_BYTES = 2**18
 """Most bytes of all tools of one request, as JSON."""
 MAX_VALUES = 2**20
 """Most values in the lists and objects of one body."""
+_KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+
+
+def idempotency_key(request: Request, otherwise: str = "") -> str:
+    """Return the Idempotency-Key of a write. `otherwise`: taken where it has none; empty: it must have one."""
+    key = request.headers.get("idempotency-key", otherwise)
+    if not _KEY.fullmatch(key):
+        raise RequestRefused(
+            422,
+            "send a new Idempotency-Key with every write, and the same one to repeat it: 1 to 128 letters, digits "
+            "and . _ : / -",
+            field="idempotency-key",
+        )
+    return key
 
 
 def check_values(raw: bytes, field: str = "") -> None:

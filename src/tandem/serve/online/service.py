@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -52,7 +51,7 @@ from tandem.serve.gateway import Recorded, Recording
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.pages import page
 from tandem.serve.http.refusals import RequestRefused
-from tandem.serve.http.request_bounds import AT_ONCE_BYTES
+from tandem.serve.http.request_bounds import AT_ONCE_BYTES, idempotency_key
 from tandem.serve.http.service import Service, aside, body_at_hand
 from tandem.serve.online.keys import WHO
 from tandem.serve.online.past_versions import PastVersions
@@ -68,7 +67,6 @@ from tandem.serve.openai.feedback_route import feedback_router
 from tandem.serve.openai.requests import ChatRequest, CompletionRequest, Strict, checked, read, read_if_any
 from tandem.serve.openai.routes import OpenAi, Stateless
 
-_KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _LESSON_S = 120.0  # a job may have a million tokens
 _MOST, _NO_BOUND = 1000, 10**18 - 1
 _NO_CHOICE = frozenset[str]()
@@ -368,14 +366,7 @@ def _asked(request: Request, name: str, usual: int) -> int:
 
 async def _once(request: Request, *, needed: bool = True) -> RequestKey:
     """Return the request's key. Not `needed`: a write without one gets a new key, so sending it again repeats it."""
-    key = request.headers.get("idempotency-key", "" if needed else uuid.uuid4().hex)
-    if not _KEY.fullmatch(key):
-        raise RequestRefused(
-            422,
-            "send a new Idempotency-Key with every write, and the same one to repeat it: 1 to 128 letters, digits "
-            "and . _ : / -",
-            field="idempotency-key",
-        )
+    key = idempotency_key(request, "" if needed else uuid.uuid4().hex)
     digest = hashlib.sha256(f"{request.method} {request.url.path}?{request.url.query}\n".encode())
     body = body_at_hand(request)
     if len(body) > AT_ONCE_BYTES:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -42,14 +41,13 @@ from tandem.rollout.wire.schema import MAX_HEAD_BYTES, MAX_SIBLINGS, MAX_TOKENS,
 from tandem.serve.http.openapi_document import JSON, speaks
 from tandem.serve.http.pages import page
 from tandem.serve.http.refusals import RequestRefused
-from tandem.serve.http.request_bounds import AT_ONCE_BYTES, check_containers, check_values
+from tandem.serve.http.request_bounds import AT_ONCE_BYTES, check_containers, check_values, idempotency_key
 from tandem.serve.http.service import HotRoute, Service, aside, body_at_hand, let_go, unless_gone
 from tandem.serve.rollouts.prometheus import registry
 
 BODY_BYTES = 64 * 2**20
 
 _AT_ONCE = 256 * 2**10  # larger bodies are parsed off the event loop
-_KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
@@ -234,7 +232,7 @@ class _RolloutApi:
     async def put(self, request: Request) -> Response:
         environment = _whole(request.query_params.get("environment"), "environment")
         binary = request.headers.get("content-type", "").partition(";")[0].strip().lower() == codec.BINARY
-        key, large = _key(request), len(body_at_hand(request)) > _AT_ONCE
+        key, large = idempotency_key(request), len(body_at_hand(request)) > _AT_ONCE
         beginning = body_at_hand(request)[: self.queue.limits.quarantine_bytes]
 
         def read() -> tuple[list[codec.WireGroup], RequestKey]:
@@ -316,7 +314,7 @@ class _RolloutApi:
 
 
 async def _asked(request: Request, kind: type[Body]) -> tuple[Body, RequestKey]:
-    body, key = body_at_hand(request), _key(request)
+    body, key = body_at_hand(request), idempotency_key(request)
 
     def read() -> tuple[Body, RequestKey]:
         check_values(body)
@@ -329,18 +327,6 @@ async def _asked(request: Request, kind: type[Body]) -> tuple[Body, RequestKey]:
 
 def _parsed(body: bytes, kind: type[Body]) -> Body:
     return decoded(msgspec.json.Decoder(kind), body or b"{}", "", "body")
-
-
-def _key(request: Request) -> str:
-    key = request.headers.get("idempotency-key", "")
-    if not _KEY.fullmatch(key):
-        raise RequestRefused(
-            422,
-            "send a new Idempotency-Key with every write, and the same one to repeat it: 1 to 128 letters, digits "
-            "and . _ : / -",
-            field="idempotency-key",
-        )
-    return key
 
 
 def _once(request: Request, key: str, body: bytes) -> RequestKey:
