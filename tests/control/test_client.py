@@ -6,15 +6,20 @@ import asyncio
 import json
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from plane import TOKEN, Served, piece, served
+from typer.testing import CliRunner
 
+from tandem.cli.main import app
 from tandem.client import AsyncTandem, Place, Tandem, find_place, save_place
 from tandem.client.pull import pull
+from tandem.control.tables import Run
 from tandem.errors import (
     ControlConflict,
     ControlError,
@@ -102,6 +107,24 @@ def test_a_submit_whose_answers_are_lost_makes_one_run(running: Running, tandem:
     assert run.info().state == "queued"
     assert len(tandem.runs()) == before + 1
     assert running.app.asked[-6:-2].count("POST /api/runs") == 4
+
+
+def test_what_a_spec_leaves_out_is_left_for_the_machine_that_trains(
+    running: Running, tandem: Tandem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    mine = tmp_path / "mine.toml"
+    mine.write_text(tomli_w.dumps(SPEC_TABLES))
+    monkeypatch.setenv("TANDEM_CONTROL", running.server.url)
+    monkeypatch.setenv("TANDEM_CONTROL_KEY", TOKEN)
+    told = CliRunner().invoke(app, ["submit", str(mine), "--target", "box", "--set", "train.lr=0.5", "--json"])
+    assert told.exit_code == 0, told.output
+    by_command = json.loads(told.stdout)["id"]
+    by_hand = tandem.submit(mine, target="box").id
+    for run, lr in ((by_command, 0.5), (by_hand, 1e-3)):
+        kept = asyncio.run(running.plane.plane.store.read(lambda session, run=run: session.get_one(Run, run).spec_toml))
+        sent = parse_spec(tomllib.loads(kept))
+        assert (sent.name, sent.train.lr) == ("sorts", lr)
+        assert all(map(sent.left_out, ("model.attention", "precision.weights", "engine.kind", "sync.bridge")))
 
 
 def test_each_refusal_is_an_error_of_its_own_type(running: Running, tandem: Tandem):

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.runs.planner.calibration import card_named, cards, known, machine, usd_per_hour
+from tandem.runs.planner.calibration import card_named, card_within, cards, known, machine, usd_per_hour
 from tandem.runs.planner.plan import kind_of
 from tandem.spec.load import load_spec
 
@@ -63,6 +63,11 @@ def test_a_price_of_ones_own_is_used(spec: str, tmp_path: Path):
     told = planned(spec, "--gpu", "4090", "--prices", str(tmp_path / "prices.toml"), "--json")
     plan = json.loads(told)
     assert plan["usd"] == pytest.approx(plan["times"]["steps_s"] / 3600 * 0.4)
+
+
+def test_a_provider_s_name_of_a_card_is_known():
+    names = {"nvidia_h100_pcie": "h100", "NVIDIA L40S": "l40s", "rtx4090": "4090", "B200": "b200", "tpu": "", "": ""}
+    assert {name: card_within(name) for name in names} == names
 
 
 def test_what_was_measured_on_an_h200_is_scaled_by_data_sheets():

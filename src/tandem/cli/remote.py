@@ -94,8 +94,8 @@ def submit(
         if not (yes or as_json) and not typer.confirm("Submit?", default=False):
             raise typer.Exit(1)
         run = server.submit(
-            checked.model_dump(mode="json", exclude_none=True), target=target, max_cost_usd=max_cost, name=name,
-            project=project, group=group, retries=retries,
+            checked.as_written(), target=target, max_cost_usd=max_cost, name=name, project=project, group=group,
+            retries=retries,
         )  # fmt: skip
         if as_json:
             typer.echo(run.info().model_dump_json(indent=2))
@@ -254,10 +254,11 @@ def _estimate(spec: Any, offer: OfferInfo) -> str:
     """Return the planner's estimate for an offer in a line; why there is none, where the planner cannot say."""
     from tandem.errors import TandemError
     from tandem.recipes.plan_run import plan_run
+    from tandem.runs.planner.calibration import card_within, known
 
-    gpu = next((name for name in ("h200", "h100") if name in offer.gpu.lower()), "") if offer.gpus else "cpu"
+    gpu = card_within(offer.gpu) if offer.gpus else "cpu"
     if not gpu:
-        return f"No estimate for '{offer.gpu}': the planner knows h200, h100 and cpu"
+        return f"No estimate for '{offer.gpu}': the planner knows {', '.join(known())}"
     try:
         planned: dict[str, Any] = plan_run(spec, gpu=gpu).as_json()
     except (TandemError, ModuleNotFoundError) as error:

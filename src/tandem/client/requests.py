@@ -167,10 +167,13 @@ def _part(text: str) -> str:
 
 
 def spec_text(spec: str | Path | Mapping[str, Any]) -> str:
-    """Return a spec as TOML with its defaults, checked: from a TOML file's path, or a dict of the same tables."""
-    from tandem.spec.load import as_spec, to_toml
+    """Return a spec as TOML, checked: from a TOML file's path, or a dict of the same tables. What it leaves out stays
+    left out, since the machine that trains chooses it."""
+    import tomli_w
 
-    return to_toml(as_spec(spec))
+    from tandem.spec.load import as_spec
+
+    return tomli_w.dumps(as_spec(spec).as_written())
 
 
 # --- answers

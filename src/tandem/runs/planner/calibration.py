@@ -62,8 +62,8 @@ _BY_BANDWIDTH = ("passed_gb_s", "compiled_passed_gb_s", "updated_at_once_per_s")
 
 
 def machine(kind: str, memory_gib: float = 0.0) -> Machine:
-    """`kind`: cpu, or a card by its name in cards.toml or as nvidia-smi prints it. `memory_gib`: of the very one, where
-    that is known."""
+    """Return the constants of a CPU or of a card. `kind`: cpu, or the card's name in cards.toml or from nvidia-smi.
+    `memory_gib`: of the card in the machine; 0: as in the data sheet."""
     kind = kind if kind == "cpu" else card_named(kind) or kind
     if kind not in known():
         raise SpecError(f"--gpu {kind}: no figures of it; known are {', '.join(known())}")
@@ -97,6 +97,11 @@ def card_named(text: str) -> str:
     wanted = text.lower().removeprefix("nvidia ")
     found = (key for key, card in cards().items() if wanted in (key, *map(str.lower, card["names"])))
     return next(found, "")
+
+
+def card_within(text: str) -> str:
+    """Return the card that a provider's name of a GPU means, such as nvidia_h100_pcie; empty if it names none."""
+    return card_named(text) or max((key for key in cards() if key in text.lower()), key=len, default="")
 
 
 def known() -> list[str]:
