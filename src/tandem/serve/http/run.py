@@ -88,7 +88,7 @@ class Listen:
         private = self.token_file.is_file() and not self.token_file.stat().st_mode & 0o077
         if private and (token := self.token_file.read_text().strip()):
             return token
-        token = secrets.token_urlsafe(32)
+        token = secrets.token_hex(32)  # begins with no '-': people pass it as an argument
         atomic_write.write_bytes(self.token_file, token.encode(), mode=0o600)
         return token
 

@@ -87,6 +87,6 @@ def _key(file: Path) -> str:
     private = file.is_file() and not file.stat().st_mode & 0o077
     if private and (key := file.read_text().strip()):
         return key
-    key = secrets.token_urlsafe(32)
+    key = secrets.token_hex(32)
     atomic_write.write_bytes(file, key.encode(), mode=0o600)
     return key
