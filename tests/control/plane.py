@@ -19,6 +19,7 @@ from tandem.control.api.requests import Plane
 from tandem.control.api.service import control_service
 from tandem.control.callers import Callers, all_keys
 from tandem.control.mirror import Mirror
+from tandem.control.sealing import read_master_keys
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Run
 from tandem.control.tokens import attempt_token
@@ -106,7 +107,7 @@ def served(home: Path, database: str = "") -> Served:
 
     woken: list[int] = []
     plane = Plane(
-        store, Mirror(home / "runs", store), callers, lambda: now[0], {"box": 2.0, "free": 0.0}, offers,
+        store, Mirror(home / "runs", store), callers, read_master_keys(home / "data", env={}), lambda: now[0], {"box": 2.0, "free": 0.0}, offers,
         lambda: woken.append(1),
     )  # fmt: skip
 

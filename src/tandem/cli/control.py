@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,9 @@ control_app = typer.Typer(
     help="Serve runs on your machines to a team, and look after the server.", no_args_is_help=True
 )
 key_app = typer.Typer(help="Make, list and revoke keys of a control server.", no_args_is_help=True)
+secret_app = typer.Typer(help="Set, list and delete the secrets that trainers of runs get.", no_args_is_help=True)
 control_app.add_typer(key_app, name="key")
+control_app.add_typer(secret_app, name="secret")
 
 DataDir = Annotated[Path, typer.Option(help="Directory for the database, the mirrors and the token.")]
 Database = Annotated[
@@ -37,19 +40,23 @@ def control_serve(
     url: Annotated[
         str, typer.Option(help="Where the targets' machines reach this server. Default: where it listens.")
     ] = "",
+    secrets_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of the master keys of secrets. Default: TANDEM_SECRETS_KEY, or one in --data-dir."),
+    ] = None,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
 ) -> None:
     """Take specs over HTTP, run each on a target, and bring it to its end. Runs go on while the server is down."""
     from tandem.io.extras import require_extra
 
-    require_extra("control", "sqlalchemy", "alembic", "fastapi", "uvicorn")
+    require_extra("control", "sqlalchemy", "alembic", "cryptography", "fastapi", "uvicorn")
     from tandem.client.place import READY_FILE
     from tandem.recipes.control import serve_control
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir, host, port, ready_file or data_dir / READY_FILE, insecure)
-    serve_control(listen, database=database, targets=targets, url=url)
+    serve_control(listen, database=database, targets=targets, url=url, secrets_key_file=secrets_key_file)
 
 
 @control_app.command("backup")
@@ -119,7 +126,8 @@ def control_project(
 def key_new(
     name: Annotated[str, typer.Argument(help="What the key is for.")],
     scope: Annotated[
-        list[str] | None, typer.Option(help="runs:read, runs:write, keys or admin. Repeatable. Default: both of runs.")
+        list[str] | None,
+        typer.Option(help="runs:read, runs:write, keys, secrets or admin. Repeatable. Default: both of runs."),
     ] = None,
     project: Annotated[str, typer.Option(help="The only project that it may see. Default: all.")] = "",
     org: Annotated[str, typer.Option(help="Make an org of this name, and the key for it. Default: your own.")] = "",
@@ -158,3 +166,54 @@ def key_revoke(key_id: Annotated[str, typer.Argument(metavar="ID", help="As `key
 
     with Tandem() as server:
         typer.echo(f"{server.revoke_key(key_id).id} revoked")
+
+
+# --- secrets
+
+OfProject = Annotated[str, typer.Option("--project", help="Only this project's runs get it. Default: every project's.")]
+
+
+@secret_app.command("set")
+def secret_set(
+    name: Annotated[str, typer.Argument(help="Name of the variable that the trainer gets, HF_TOKEN for example.")],
+    project: OfProject = "",
+    file: Annotated[
+        Path | None, typer.Option(help="File that holds the value. Default: ask for it, or read stdin.")
+    ] = None,
+) -> None:
+    """Make a secret, or give it a new value. A line break at its end is left out."""
+    from tandem.client import Tandem
+
+    if file is not None:
+        value = file.read_text(encoding="utf-8")
+    elif sys.stdin.isatty():
+        value = typer.prompt(name, hide_input=True)
+    else:
+        value = sys.stdin.read()
+    with Tandem() as server:
+        made = server.set_secret(name, value.removesuffix("\n"), project=project)
+    typer.echo(f"{made.name}: value {made.version}")
+
+
+@secret_app.command("list")
+def secret_list(as_json: AsJson = False) -> None:
+    """List the secrets of your org, without their values."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        found = server.secrets()
+    if as_json:
+        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
+    for each in () if as_json else found:
+        typer.echo(f"{each.name}  {each.project or 'every project'}  value {each.version}, set by {each.changed_by}")
+
+
+@secret_app.command("delete")
+def secret_delete(
+    name: Annotated[str, typer.Argument(help="As `secret list` prints it.")], project: OfProject = ""
+) -> None:
+    """Delete a secret. Refused while a run on its way needs it."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        typer.echo(f"{server.delete_secret(name, project=project).name} deleted")

@@ -78,6 +78,10 @@ def submit(
     project: Annotated[str, typer.Option(help="Project of your org.")] = "default",
     group: Annotated[str, typer.Option(help="A word that runs of one sweep share. Default: none.")] = "",
     retries: Annotated[int, typer.Option(min=0, max=100, help="Further attempts after failures that may pass.")] = 3,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a secret of the server: a variable of the trainer's environment. Repeatable."),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Do not follow the run.")] = False,
     overrides: Overrides = None,
@@ -95,7 +99,7 @@ def submit(
             raise typer.Exit(1)
         run = server.submit(
             checked.as_written(), target=target, max_cost_usd=max_cost, name=name, project=project, group=group,
-            retries=retries,
+            retries=retries, secrets=secret or (),
         )  # fmt: skip
         if as_json:
             typer.echo(run.info().model_dump_json(indent=2))

@@ -45,6 +45,9 @@ from tandem.shapes.runs import (
     ResumeBody,
     RunInfo,
     RunPage,
+    SecretBody,
+    SecretInfo,
+    SecretList,
     SubmitBody,
     TargetList,
     UsagePage,
@@ -140,6 +143,18 @@ def make_key(body: KeyBody) -> Call[KeyInfo]:
 
 def revoke_key(key_id: str) -> Call[KeyInfo]:
     return _post(f"/api/keys/{_part(key_id)}/revoke", KeyInfo, Asked())
+
+
+def secrets() -> Call[SecretList]:
+    return _get("/api/secrets", SecretList)
+
+
+def set_secret(body: SecretBody) -> Call[SecretInfo]:
+    return _post("/api/secrets", SecretInfo, body)
+
+
+def delete_secret(secret_id: str) -> Call[SecretInfo]:
+    return _post(f"/api/secrets/{_part(secret_id)}/delete", SecretInfo, Asked())
 
 
 def projects() -> Call[ProjectList]:

@@ -19,6 +19,7 @@ from sqlalchemy import exc
 
 from tandem.control import migrate
 from tandem.control.decide import ENDED
+from tandem.control.sealing import MASTER_FILE
 from tandem.control.store import FILE, Store
 from tandem.control.tables import Attempt, Run
 from tandem.control.tokens import SECRET_FILE
@@ -27,7 +28,7 @@ from tandem.io import atomic_write
 from tandem.io.sqlite_store import owned
 
 MIRRORS = "runs"
-_SMALL = (SECRET_FILE, "token")
+_SMALL = (SECRET_FILE, MASTER_FILE, "token")
 _ROOM_BYTES = 2**30
 
 

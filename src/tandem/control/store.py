@@ -191,8 +191,8 @@ class Store:
 
 def _engine(url: str) -> sa.Engine:
     if not url.startswith("sqlite"):
-        return sa.create_engine(url, pool_pre_ping=True)
-    engine = sa.create_engine(url, connect_args={"timeout": 30})
+        return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)  # errors are logged, and told to callers
+    engine = sa.create_engine(url, connect_args={"timeout": 30}, hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def settings(connection: sqlite3.Connection, _: Any) -> None:  # pyright: ignore[reportUnusedFunction]

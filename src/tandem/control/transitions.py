@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, wanted
 from tandem.control.ids import new_id
 from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
+from tandem.control.vault import check_there
 from tandem.errors import Conflict, Fenced, NotKnown
 from tandem.types import Handle
 
@@ -42,6 +43,7 @@ class Submitted:
     usd_per_hour: float = 0.0
     max_cost_usd: float = 0.0
     retries: int = 3
+    secrets: tuple[str, ...] = ()
 
 
 def make_org(session: Session, name: str, now: int) -> str:
@@ -54,8 +56,10 @@ def make_org(session: Session, name: str, now: int) -> str:
 
 
 def submit(session: Session, asked: Submitted, now: int) -> str:
-    """Queue a run; return its id. Conflict if its project's budget or number of runs does not allow it."""
+    """Queue a run; return its id. Conflict if its project's budget or number of runs does not allow it, or
+    if a secret that it names is not there."""
     _check_room(session, asked.project, asked.max_cost_usd)
+    check_there(session, asked.org, asked.project, asked.secrets)
     run = Run(
         id=new_id("run"), at=now, **asdict(asked), retries_left=asked.retries, want="run", wanted_at=now,
         state="queued", why="", wait_until=0, attempt_n=0, event_n=0, rev=0, ended_at=0,
@@ -111,6 +115,7 @@ def resume(session: Session, org: str, run_id: str, now: int) -> None:
     run = _run(session, org, run_id)
     if run.state not in ENDED or run.state == "succeeded":
         raise Conflict(f"run '{run_id}' is {run.state}; only one that stopped, failed or was cancelled can be resumed")
+    check_there(session, org, run.project, run.secrets)
     _check_room(session, run.project, max(0.0, run.max_cost_usd - spent_by_run(session, [run.id]).get(run.id, 0.0)))
     fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
     _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, retries_left=run.retries, **fresh)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
-from tandem.control import transitions
+from tandem.control import transitions, vault
 from tandem.control.api.requests import Plane, answer, asked, attempt_of
 from tandem.control.decide import Ending, Want
 from tandem.control.tables import Attempt, Run
@@ -35,20 +35,22 @@ class AgentRoutes:
         run = await self._run_of(attempt)
         now = self.plane.clock()
 
-        def change(session: Session) -> tuple[Attempt, Run]:
+        def change(session: Session) -> tuple[Attempt, Run, dict[str, str]]:
             transitions.claim(session, attempt, body.instance, now)
             found = session.get_one(Attempt, attempt)
-            return found, session.get_one(Run, found.run)
+            of_run = session.get_one(Run, found.run)
+            return found, of_run, vault.secrets_of(session, self.plane.keys, of_run) if of_run.secrets else {}
 
         async with self.plane.mirror.locks[run]:  # what an attempt before still writes is written first
-            claimed, of_run = await self.plane.store.write(change)
+            claimed, of_run, secrets = await self.plane.store.write(change)
             streams = await self.plane.mirror.streams(run)
         self.plane.wake()
         return answer(
             Claimed(
                 attempt=attempt, run=run, n=claimed.n, name=of_run.name, spec_toml=of_run.spec_toml, lease_s=_LEASE_S,
-                streams=streams,
-            )
+                streams=streams, secrets=secrets,
+            ),
+            headers={"Cache-Control": "no-store"},
         )  # fmt: skip
 
     @speaks(AppendBody, answer=Appended)

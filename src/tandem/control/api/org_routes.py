@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
 from tandem.control import queries
-from tandem.control.api.requests import Plane, answer, caller_of, written_once
+from tandem.control.api.requests import Nothing, Plane, answer, caller_of, written_once
 from tandem.control.callers import Caller
 from tandem.control.ids import new_id
 from tandem.control.tables import Key, Org
@@ -15,7 +15,6 @@ from tandem.control.tokens import hash_of, new_key_token
 from tandem.errors import Conflict, NotKnown
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.refusals import RequestRefused
-from tandem.shapes.base import Asked
 from tandem.shapes.runs import (
     KeyBody,
     KeyInfo,
@@ -27,10 +26,6 @@ from tandem.shapes.runs import (
     ProjectInfo,
     ProjectList,
 )
-
-
-class Nothing(Asked):
-    """A body without fields."""
 
 
 class OrgRoutes:

@@ -17,6 +17,7 @@ from starlette.types import Scope
 from tandem.control.callers import AgentCaller, Caller, Callers
 from tandem.control.mirror import Mirror
 from tandem.control.once import once
+from tandem.control.sealing import MasterKeys
 from tandem.control.store import Store
 from tandem.io.request_key import RequestKey
 from tandem.serve.http.refusals import RequestRefused
@@ -31,6 +32,10 @@ _CALLER = "tandem.caller"
 Body = TypeVar("Body", bound=Asked)
 
 
+class Nothing(Asked):
+    """A body without fields."""
+
+
 @dataclass(frozen=True)
 class Plane:
     """What the routes work on."""
@@ -38,6 +43,8 @@ class Plane:
     store: Store
     mirror: Mirror
     callers: Callers
+    keys: MasterKeys
+    """Seal the secrets."""
     clock: Callable[[], int]
     prices: Mapping[str, float]
     """US dollars for an hour, by target."""
@@ -95,12 +102,19 @@ def _parsed(body: bytes, kind: type[Body]) -> Body:
 
 
 async def written_once(
-    plane: Plane, request: Request, kind: type[Body], change: Callable[[Session, Body, int], BaseModel]
+    plane: Plane,
+    request: Request,
+    kind: type[Body],
+    change: Callable[[Session, Body, int], BaseModel],
+    *,
+    secret: bool = False,
 ) -> dict[str, Any]:
-    """Make a change of the database for this request's body and idempotency key; return its answer."""
+    """Make a change of the database for this request's body and idempotency key; return its answer. `secret`: the body
+    holds one, so that the database must not get a plain digest of it."""
     caller = caller_of(request)
     key = idempotency_key(request)
-    digest = hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body_at_hand(request)).digest()
+    content = f"{request.method} {request.url.path}\n".encode() + body_at_hand(request)
+    digest = plane.keys.digest(content) if secret else hashlib.sha256(content).digest()
     body = await asked(request, kind)
     now = plane.clock()
 
@@ -133,5 +147,5 @@ def whole(request: Request, name: str, default: int, most: int) -> int:
     return min(int(text), most)
 
 
-def answer(model: BaseModel, status: int = 200) -> Response:
-    return Response(model.model_dump_json(), status, media_type="application/json")
+def answer(model: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(model.model_dump_json(), status, headers, media_type="application/json")

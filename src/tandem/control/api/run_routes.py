@@ -75,6 +75,7 @@ class RunRoutes:
                 caller.org, body.name or name, body.spec_toml, body.target,
                 project=queries.project_of(session, caller, body.project), group=body.group, created_by=caller.key,
                 usd_per_hour=self.plane.prices[body.target], max_cost_usd=body.max_cost_usd, retries=body.retries,
+                secrets=tuple(sorted(set(body.secrets))),
             )  # fmt: skip
             return queries.run_info(session, caller, transitions.submit(session, submitted, now), now)
 

@@ -13,6 +13,7 @@ from tandem.control.api.agent_routes import AgentRoutes
 from tandem.control.api.org_routes import OrgRoutes
 from tandem.control.api.requests import Plane, authenticate
 from tandem.control.api.run_routes import READ_BYTES, RunRoutes
+from tandem.control.api.secret_routes import SecretRoutes
 from tandem.control.transitions import LEASE_MS
 from tandem.serve.http.service import Service
 from tandem.shapes.agent import APPEND_BYTES, PIECE_BYTES
@@ -22,9 +23,9 @@ def control_service(
     plane: Plane, loop: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]] | None = None
 ) -> Service:
     """Build the service. `loop` runs beside the requests, from the first to the last; `close` is called after it."""
-    runs, agents, orgs = RunRoutes(plane), AgentRoutes(plane), OrgRoutes(plane)
+    runs, agents = RunRoutes(plane), AgentRoutes(plane)
     router = APIRouter()
-    for each in (runs, agents, orgs):
+    for each in (runs, agents, OrgRoutes(plane), SecretRoutes(plane)):
         router.include_router(each.router)
     tasks: list[asyncio.Task[None]] = []
     died: list[str] = []
