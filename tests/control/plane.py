@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from tandem.control import queries, transitions
 from tandem.control.api.requests import Plane
 from tandem.control.api.service import control_service
+from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.mirror import Mirror
 from tandem.control.sealing import read_master_keys
@@ -106,10 +107,9 @@ def served(home: Path, database: str = "") -> Served:
         return [TargetInfo(name="box", kind="local", offers=[])]
 
     woken: list[int] = []
-    plane = Plane(
-        store, Mirror(home / "runs", store), callers, read_master_keys(home / "data", env={}), lambda: now[0], {"box": 2.0, "free": 0.0}, offers,
-        lambda: woken.append(1),
-    )  # fmt: skip
+    keys, prices = read_master_keys(home / "data", env={}), {"box": 2.0, "free": 0.0}
+    mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
+    plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, lambda: woken.append(1))
 
     async def loop() -> None:
         await asyncio.Event().wait()

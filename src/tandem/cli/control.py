@@ -105,6 +105,38 @@ def control_doctor(data_dir: DataDir = _HOME, database: Database = "", as_json: 
         raise typer.Exit(1)
 
 
+@control_app.command("audit")
+def control_audit(
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Check the log in --data-dir instead: that no row was changed or taken out."),
+    ] = False,
+    data_dir: DataDir = _HOME,
+    database: Database = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print who did what on the server that TANDEM_CONTROL names. Exit code 1: a row is not as it was written."""
+    if verify:
+        from tandem.control.maintenance import verify as verified
+
+        found = verified(data_dir, database)
+        if as_json:
+            typer.echo(json.dumps(asdict(found), indent=2))
+        else:
+            typer.echo(f"WRONG: {found.problem}" if found.problem else f"{found.rows} rows, as they were written")
+        raise typer.Exit(1 if found.problem else 0)
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        rows = list(server.audit())
+    if as_json:
+        typer.echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
+    for each in () if as_json else rows:
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(each.at / 1000))
+        told = {name: value for name, value in each.told.items() if name not in ("id", "at", "spec_toml")}
+        typer.echo(f"{each.n}  {at}  {each.actor}  {each.action}  {each.item}  {json.dumps(told)}")
+
+
 # --- over the server
 
 

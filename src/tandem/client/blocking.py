@@ -16,6 +16,7 @@ from tandem.client.requests import Call, Events, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
 from tandem.shapes.runs import (
     AttemptInfo,
+    AuditInfo,
     EventInfo,
     FileInfo,
     KeyBody,
@@ -142,6 +143,15 @@ class Tandem(AbstractContextManager["Tandem"]):
             of = f" of project '{project}'" if project else ""
             raise ControlNotKnown(f"there is no secret '{name}'{of}", status=404, field="secret")
         return self.call(requests.delete_secret(found[0].id))
+
+    def audit(self) -> Iterator[AuditInfo]:
+        """Yield who did what, the oldest first."""
+        after = ""
+        while True:
+            page = self.call(requests.audit(after))
+            yield from page.items
+            if not (after := page.next):
+                return
 
     def projects(self) -> list[ProjectInfo]:
         return self.call(requests.projects()).items

@@ -29,6 +29,7 @@ from tandem.shapes.base import Answer, Asked
 from tandem.shapes.runs import (
     ENDED,
     AttemptList,
+    AuditPage,
     CancelBody,
     EventInfo,
     EventPage,
@@ -143,6 +144,10 @@ def make_key(body: KeyBody) -> Call[KeyInfo]:
 
 def revoke_key(key_id: str) -> Call[KeyInfo]:
     return _post(f"/api/keys/{_part(key_id)}/revoke", KeyInfo, Asked())
+
+
+def audit(after: str) -> Call[AuditPage]:
+    return _get("/api/audit", AuditPage, after=after)
 
 
 def secrets() -> Call[SecretList]:

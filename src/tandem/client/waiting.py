@@ -17,6 +17,7 @@ from tandem.client.requests import Call, Events, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
 from tandem.shapes.runs import (
     AttemptInfo,
+    AuditInfo,
     EventInfo,
     FileInfo,
     KeyBody,
@@ -144,6 +145,16 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
             of = f" of project '{project}'" if project else ""
             raise ControlNotKnown(f"there is no secret '{name}'{of}", status=404, field="secret")
         return await self.call(requests.delete_secret(found[0].id))
+
+    async def audit(self) -> AsyncIterator[AuditInfo]:
+        """Yield who did what, the oldest first."""
+        after = ""
+        while True:
+            page = await self.call(requests.audit(after))
+            for each in page.items:
+                yield each
+            if not (after := page.next):
+                return
 
     async def projects(self) -> list[ProjectInfo]:
         return (await self.call(requests.projects())).items

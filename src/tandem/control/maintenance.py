@@ -16,8 +16,10 @@ from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy import exc
+from sqlalchemy.orm import Session
 
 from tandem.control import migrate
+from tandem.control.audit import HEAD_FILE, AuditLog, Verified, leave_note
 from tandem.control.decide import ENDED
 from tandem.control.sealing import MASTER_FILE
 from tandem.control.store import FILE, Store
@@ -28,7 +30,7 @@ from tandem.io import atomic_write
 from tandem.io.sqlite_store import owned
 
 MIRRORS = "runs"
-_SMALL = (SECRET_FILE, MASTER_FILE, "token")
+_SMALL = (SECRET_FILE, MASTER_FILE, "token", HEAD_FILE)
 _ROOM_BYTES = 2**30
 
 
@@ -58,6 +60,7 @@ def backup(data_dir: Path, to: Path, *, mirrors: bool) -> int:
             shutil.copytree(data_dir / MIRRORS, fresh / MIRRORS, ignore=shutil.ignore_patterns(".*.tmp"))
         _copy_database(data_dir / FILE, fresh / FILE)
         os.chmod(fresh, atomic_write.PRIVATE)
+    leave_note(data_dir, "control backup", to=to)
     return sum(path.stat().st_size for path in to.rglob("*") if path.is_file())
 
 
@@ -74,16 +77,37 @@ def restore(source: Path, data_dir: Path) -> str:
     with atomic_write.directory(data_dir) as fresh:
         shutil.copytree(source, fresh, dirs_exist_ok=True)
         os.chmod(fresh, atomic_write.PRIVATE)
-    return upgrade(data_dir, "")[1]
+    leave_note(data_dir, "control restore", source=source)
+    return _upgraded(data_dir, "")
 
 
 def upgrade(data_dir: Path, database: str) -> tuple[str, str]:
     """Bring the database to this release's tables; return its revisions before and after. `tandem control serve` does
     the same when it starts."""
-    before = "" if database else _revision(data_dir / FILE)
-    store = Store(data_dir, database)
-    store.close()
-    return before, migrate.head()
+    before, after = "" if database else _revision(data_dir / FILE), _upgraded(data_dir, database)
+    if before != after:
+        leave_note(data_dir, "control upgrade", before=before, after=after)
+    return before, after
+
+
+def _upgraded(data_dir: Path, database: str) -> str:
+    Store(data_dir, database).close()
+    return migrate.head()
+
+
+def verify(data_dir: Path, database: str) -> Verified:
+    """Check that the audit log is as it was written. Nothing is changed."""
+    secret = data_dir / SECRET_FILE
+    if not secret.exists() or not (database or (data_dir / FILE).exists()):
+        raise SpecError(f"--data-dir = '{data_dir}': name the directory of `tandem control serve`, and its --database")
+    engine = sa.create_engine(database or f"sqlite:///{data_dir / FILE}")
+    try:
+        with Session(engine) as session:
+            return AuditLog(secret.read_bytes(), data_dir).verify(session)
+    except exc.DBAPIError as error:
+        raise StoreError(f"the database does not answer: {error.orig}") from error
+    finally:
+        engine.dispose()
 
 
 def doctor(data_dir: Path, database: str) -> Iterator[Check]:
@@ -106,7 +130,11 @@ def doctor(data_dir: Path, database: str) -> Iterator[Check]:
     if not database and (problem := _integrity(data_dir / FILE)):
         yield Check("database", False, f"damaged: {problem}; restore a backup")
         return
-    yield from _database(sa.create_engine(database or f"sqlite:///{data_dir / FILE}"))
+    checks = list(_database(sa.create_engine(database or f"sqlite:///{data_dir / FILE}")))
+    yield from checks
+    if all(each.ok for each in checks) and (data_dir / SECRET_FILE).exists():
+        audit = verify(data_dir, database)
+        yield Check("audit log", not audit.problem, audit.problem or f"{audit.rows} rows, as they were written")
 
 
 def _database(engine: sa.Engine) -> Iterator[Check]:

@@ -85,6 +85,23 @@ class Secret(Base):
     content: Mapped[bytes] = mapped_column(LargeBinary)
 
 
+class AuditRow(Base):
+    """Who did what (audit.py). A trigger refuses to change or delete a row."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index("audit_by_org", "org", "n"),)
+    n: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[int] = mapped_column(BigInteger)
+    org: Mapped[str] = mapped_column(_ID)
+    """Empty: of the whole server."""
+    actor: Mapped[str] = mapped_column(_NAME)
+    action: Mapped[str] = mapped_column(_NAME)
+    item: Mapped[str] = mapped_column(_NAME)
+    told: Mapped[str] = mapped_column(Text)
+    """JSON, as its MAC was made of it."""
+    mac: Mapped[str] = mapped_column(String(64))
+
+
 class Answered(Base):
     """The answer to a write, by its caller and idempotency key, so that a repeated write gets the same answer."""
 

@@ -124,8 +124,8 @@ def resume(session: Session, org: str, run_id: str, now: int) -> None:
 # --- an agent
 
 
-def claim(session: Session, attempt_id: str, instance: str, now: int) -> None:
-    """Claim an attempt for one execution. Asking again as the same one is harmless; Conflict if it is another's, or
+def claim(session: Session, attempt_id: str, instance: str, now: int) -> bool:
+    """Claim an attempt for one execution; return False if it was this one's already. Conflict if it is another's, or
     closed: that execution must end, having touched nothing."""
     won = _set_attempt(
         session, attempt_id, Attempt.state == "open",
@@ -137,6 +137,7 @@ def claim(session: Session, attempt_id: str, instance: str, now: int) -> None:
         raise Conflict(f"attempt '{attempt_id}' {by}; end here, and write nothing")
     if won:
         _tell(session, attempt.run, now, "attempt", n=attempt.n, state="claimed")
+    return won
 
 
 def renew(session: Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int) -> Want:
@@ -166,10 +167,12 @@ def check_claimed(session: Session, attempt_id: str, instance: str) -> None:
     _claimed_by(session, attempt_id, instance)
 
 
-def end(session: Session, attempt_id: str, instance: str, ending: Ending, now: int) -> None:
-    """Write how the claimed execution ended. The first word counts; Fenced if the attempt was closed before."""
-    if _claimed_by(session, attempt_id, instance).end is None:
-        _set_attempt(session, attempt_id, Attempt.state == "claimed", end=asdict(ending), ended_at=now)
+def end(session: Session, attempt_id: str, instance: str, ending: Ending, now: int) -> bool:
+    """Write how the claimed execution ended; return False if it said so before: the first word counts. Fenced if the
+    attempt was closed before."""
+    if _claimed_by(session, attempt_id, instance).end is not None:
+        return False
+    return _set_attempt(session, attempt_id, Attempt.state == "claimed", end=asdict(ending), ended_at=now)
 
 
 # --- the loop

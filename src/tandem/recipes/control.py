@@ -15,6 +15,7 @@ from tandem.build.targets import AnyTarget, open_provider, read_targets
 from tandem.control import queries
 from tandem.control.api.requests import Plane
 from tandem.control.api.service import control_service
+from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.decide import AttemptView, RunView
 from tandem.control.mirror import Mirror
@@ -103,7 +104,8 @@ def _plane(
         ]  # fmt: skip
 
     prices = {name: each.usd_per_hour for name, each in targets.items()}
-    return Plane(store, Mirror(data_dir / MIRRORS, store), callers, keys, now_ms, prices, offers, loop.wake)
+    mirror, audit = Mirror(data_dir / MIRRORS, store), AuditLog(secret, data_dir)
+    return Plane(store, mirror, callers, keys, audit, now_ms, prices, offers, loop.wake)
 
 
 def _loop(store: Store, targets: Mapping[str, AnyTarget], secret: bytes, url: Callable[[], str]) -> Reconciler:

@@ -26,7 +26,7 @@ def _free_name(name: str) -> str:
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}$")]
 Scope = Literal["runs:read", "runs:write", "keys", "secrets", "admin"]
 """runs:read: see runs. runs:write: submit, cancel, resume. keys: make and revoke keys. secrets: set and delete secrets,
-and list their names. admin: make projects."""
+and list their names. admin: make projects, and read the audit log."""
 SCOPES: tuple[Scope, ...] = ("runs:read", "runs:write", "keys", "secrets", "admin")
 SecretName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]{0,99}$"), AfterValidator(_free_name)]
 SecretValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=30_000)]
@@ -236,6 +236,26 @@ class ProjectInfo(Answer):
 
 class ProjectList(Answer):
     items: list[ProjectInfo]
+
+
+class AuditInfo(Answer):
+    """One row of the audit log."""
+
+    n: int
+    """Of the whole server: those of other orgs are left out."""
+    at: int
+    actor: str
+    """The id of a key or of an attempt, `operator`, or the user of a command."""
+    action: str
+    item: str
+    """The id of what was made or changed."""
+    told: dict[str, Any]
+    mac: str
+
+
+class AuditPage(Answer):
+    items: list[AuditInfo]
+    next: str = ""
 
 
 class OrgBody(Asked):

@@ -7,7 +7,7 @@ from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
 from tandem.control import transitions, vault
-from tandem.control.api.requests import Plane, answer, asked, attempt_of
+from tandem.control.api.requests import Plane, answer, asked, attempt_of, note
 from tandem.control.decide import Ending, Want
 from tandem.control.tables import Attempt, Run
 from tandem.errors import NotKnown
@@ -36,9 +36,12 @@ class AgentRoutes:
         now = self.plane.clock()
 
         def change(session: Session) -> tuple[Attempt, Run, dict[str, str]]:
-            transitions.claim(session, attempt, body.instance, now)
+            won = transitions.claim(session, attempt, body.instance, now)
             found = session.get_one(Attempt, attempt)
             of_run = session.get_one(Run, found.run)
+            if won:
+                told = {"run": run, "host": body.host, "secrets": of_run.secrets}
+                note(self.plane, session, request, of_run.org, attempt, told, now)
             return found, of_run, vault.secrets_of(session, self.plane.keys, of_run) if of_run.secrets else {}
 
         async with self.plane.mirror.locks[run]:  # what an attempt before still writes is written first
@@ -75,13 +78,17 @@ class AgentRoutes:
         body = await asked(request, EndBody)
         run, now = await self._run_of(attempt), self.plane.clock()
         ending = Ending(body.state, body.why.replace("\0", ""), body.retriable)
+
+        def change(session: Session) -> None:
+            if transitions.end(session, attempt, body.instance, ending, now):
+                org = session.get_one(Run, run).org
+                note(self.plane, session, request, org, attempt, {"run": run, "state": body.state}, now)
+
         async with self.plane.mirror.locks[run]:
             await self.plane.store.read(lambda session: transitions.check_claimed(session, attempt, body.instance))
             differ = await self.plane.mirror.differing(run, body.files)
             if not differ:
-                await self.plane.store.write(
-                    lambda session: transitions.end(session, attempt, body.instance, ending, now)
-                )
+                await self.plane.store.write(change)
         self.plane.wake()
         return answer(Ended(written=not differ, differ=differ))
 

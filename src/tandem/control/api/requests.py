@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from sqlalchemy.orm import Session
 from starlette.types import Scope
 
+from tandem.control.audit import AuditLog
 from tandem.control.callers import AgentCaller, Caller, Callers
 from tandem.control.mirror import Mirror
 from tandem.control.once import once
@@ -45,6 +46,7 @@ class Plane:
     callers: Callers
     keys: MasterKeys
     """Seal the secrets."""
+    audit: AuditLog
     clock: Callable[[], int]
     prices: Mapping[str, float]
     """US dollars for an hour, by target."""
@@ -120,13 +122,24 @@ async def written_once(
 
     def write(session: Session) -> dict[str, Any]:
         def made(session: Session) -> dict[str, Any]:
-            return change(session, body, now).model_dump(mode="json")
+            told = change(session, body, now).model_dump(mode="json")
+            note(plane, session, request, caller.org, caller.key, told, now)
+            return told
 
         return once(session, caller.key, RequestKey(key, digest), now, made)
 
     answer = await plane.store.write(write)
     plane.wake()
     return answer
+
+
+def note(
+    plane: Plane, session: Session, request: Request, org: str, actor: str, told: Mapping[str, Any], now: int
+) -> None:
+    """Write into the audit log that this request was done."""
+    item = str(told.get("id") or request.path_params.get("id", ""))
+    action = f"{request.method} {request.scope['route'].path}"
+    plane.audit.add(session, now, org=org, actor=actor, action=action, item=item, told=told)
 
 
 def text(request: Request, name: str) -> str:

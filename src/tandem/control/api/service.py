@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter
 
+from tandem.control import audit
 from tandem.control.api.agent_routes import AgentRoutes
 from tandem.control.api.org_routes import OrgRoutes
 from tandem.control.api.requests import Plane, authenticate
 from tandem.control.api.run_routes import READ_BYTES, RunRoutes
 from tandem.control.api.secret_routes import SecretRoutes
 from tandem.control.transitions import LEASE_MS
+from tandem.errors import StoreError
 from tandem.serve.http.service import Service
 from tandem.shapes.agent import APPEND_BYTES, PIECE_BYTES
+
+_log = logging.getLogger(__name__)
 
 
 def control_service(
@@ -28,6 +33,15 @@ def control_service(
     for each in (runs, agents, OrgRoutes(plane), SecretRoutes(plane)):
         router.include_router(each.router)
     tasks: list[asyncio.Task[None]] = []
+
+    async def audit_kept() -> None:
+        while True:
+            await asyncio.sleep(audit.EVERY_S)
+            try:
+                await plane.audit.keep(plane.store)
+            except (StoreError, OSError) as error:  # full or gone; it is tried again
+                _log.error("the audit log's newest row was not written down: %s", error)
+
     died: list[str] = []
 
     async def looked_after() -> None:
@@ -38,7 +52,8 @@ def control_service(
             raise
 
     async def start() -> None:
-        tasks.append(asyncio.create_task(looked_after()))
+        await plane.audit.keep(plane.store)
+        tasks.extend((asyncio.create_task(looked_after()), asyncio.create_task(audit_kept())))
 
     async def end() -> None:
         for task in tasks:
@@ -47,6 +62,8 @@ def control_service(
                 await task
         if close is not None:
             await close()
+        with suppress(StoreError, OSError):
+            await plane.audit.keep(plane.store)
         await asyncio.to_thread(plane.store.close)
 
     return Service(
