@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -132,12 +134,57 @@ def control_audit(
     if as_json:
         typer.echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
     for each in () if as_json else rows:
-        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(each.at / 1000))
         told = {name: value for name, value in each.told.items() if name not in ("id", "at", "spec_toml")}
-        typer.echo(f"{each.n}  {at}  {each.actor}  {each.action}  {each.item}  {json.dumps(told)}")
+        typer.echo(f"{each.n}  {_utc(each.at)}  {each.actor}  {each.action}  {each.item}  {json.dumps(told)}")
 
 
 # --- over the server
+
+
+@control_app.command("usage")
+def control_usage(
+    since: Annotated[
+        str, typer.Option(help="Date or time in UTC, as 2026-01-31; attempts that ended from then on.")
+    ] = "",
+    until: Annotated[str, typer.Option(help="The same; attempts that ended before.")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what each attempt used, once: seconds from its claim to its end, and US dollars."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        rows = list(server.usage(since=_millis(since, "--since"), until=_millis(until, "--until")))
+    if as_json:
+        typer.echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
+    elif as_csv:
+        out = csv.writer(sys.stdout)
+        out.writerow(("key", "project", "run", "run_name", "kind", "began", "ended", "seconds", "usd"))
+        for each in rows:
+            times = (_utc(each.began), _utc(each.ended), f"{(each.ended - each.began) / 1000:.3f}")
+            out.writerow((each.key, each.project, each.run, each.run_name, each.kind, *times, f"{each.usd:.6f}"))
+    else:
+        for each in rows:
+            used = f"{(each.ended - each.began) / 1000:,.3f} s  {each.usd:.4f} USD"
+            typer.echo(f"{_utc(each.ended)}  {each.project}  {each.run}  {each.run_name}  {used}")
+        seconds = sum(each.ended - each.began for each in rows) / 1000
+        typer.echo(f"{len(rows)} attempts, {seconds:,.3f} s, {sum(each.usd for each in rows):.2f} USD")
+
+
+def _utc(millis: int) -> str:
+    return datetime.fromtimestamp(millis / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _millis(text: str, option: str) -> int:
+    if not text:
+        return 0
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{option} = '{text}': write a date as 2026-01-31, or a time as 2026-01-31T12:00"
+        ) from None
+    return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 @control_app.command("project")

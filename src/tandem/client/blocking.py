@@ -107,11 +107,11 @@ class Tandem(AbstractContextManager["Tandem"]):
                 break
         return found
 
-    def usage(self) -> Iterator[UsageInfo]:
-        """Yield what each attempt used."""
+    def usage(self, *, since: int = 0, until: int = 0) -> Iterator[UsageInfo]:
+        """Yield what each closed attempt used. `since`, `until`: milliseconds since 1970, for when they ended."""
         after = ""
         while True:
-            page = self.call(requests.usage(after))
+            page = self.call(requests.usage(after, since, until))
             yield from page.items
             if not (after := page.next):
                 return

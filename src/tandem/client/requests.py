@@ -130,8 +130,8 @@ def files(run_id: str) -> Call[FileList]:
     return _get(f"/api/runs/{_part(run_id)}/files", FileList)
 
 
-def usage(after: str) -> Call[UsagePage]:
-    return _get("/api/usage", UsagePage, after=after)
+def usage(after: str, since: int, until: int) -> Call[UsagePage]:
+    return _get("/api/usage", UsagePage, after=after, since=since or "", until=until or "")
 
 
 def keys() -> Call[KeyList]:

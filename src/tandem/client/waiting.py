@@ -108,11 +108,11 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
                 break
         return found
 
-    async def usage(self) -> AsyncIterator[UsageInfo]:
-        """Yield what each attempt used."""
+    async def usage(self, *, since: int = 0, until: int = 0) -> AsyncIterator[UsageInfo]:
+        """Yield what each closed attempt used. `since`, `until`: milliseconds since 1970, for when they ended."""
         after = ""
         while True:
-            page = await self.call(requests.usage(after))
+            page = await self.call(requests.usage(after, since, until))
             for each in page.items:
                 yield each
             if not (after := page.next):

@@ -23,7 +23,7 @@ from tandem.control.audit import HEAD_FILE, AuditLog, Verified, leave_note
 from tandem.control.decide import ENDED
 from tandem.control.sealing import MASTER_FILE
 from tandem.control.store import FILE, Store
-from tandem.control.tables import Attempt, Run
+from tandem.control.tables import Attempt, Run, Usage
 from tandem.control.tokens import SECRET_FILE
 from tandem.errors import SpecError, StoreError, StoreOwned
 from tandem.io import atomic_write
@@ -147,11 +147,32 @@ def _database(engine: sa.Engine) -> Iterator[Check]:
                 return
             live = connection.scalar(sa.select(sa.func.count()).where(Run.state.not_in(ENDED)))
             claimed = connection.scalar(sa.select(sa.func.count()).where(Attempt.state == "claimed"))
+            wrong = uncounted(connection)
+            yield Check("usage", not wrong, wrong or "the seconds of every closed attempt, once")
             yield Check("runs", True, f"{live} on their way, {claimed} of them on a machine")
     except exc.DBAPIError as error:
         yield Check("database", False, f"does not answer: {error.orig}")
     finally:
         engine.dispose()
+
+
+def uncounted(connection: sa.Connection) -> str:
+    """Return which attempt's seconds are not those of its row of usage; empty if all are."""
+    ended = sa.case((Attempt.ended_at > 0, Attempt.ended_at), else_=sa.func.min(Attempt.closed_at, Attempt.lease_until))
+    if connection.dialect.name == "postgresql":
+        ended = sa.case(
+            (Attempt.ended_at > 0, Attempt.ended_at), else_=sa.func.least(Attempt.closed_at, Attempt.lease_until)
+        )
+    used = sa.case((ended > Attempt.claimed_at, ended - Attempt.claimed_at), else_=0)
+    both = sa.outerjoin(Attempt, Usage, Usage.key == Attempt.id + ":compute")
+    other = sa.func.coalesce(Usage.ended - Usage.began, -1) != used
+    asked = sa.select(Attempt.id).select_from(both).where(Attempt.state == "closed", Attempt.claimed_at > 0, other)
+    if (attempt := connection.scalar(asked.limit(1))) is not None:
+        return f"attempt {attempt} is not counted with its seconds"
+    rows = connection.scalar(sa.select(sa.func.count()).select_from(Usage)) or 0
+    closed = sa.select(sa.func.count()).where(Attempt.state == "closed", Attempt.claimed_at > 0)
+    count = connection.scalar(closed) or 0
+    return "" if rows == count else f"{rows} rows for {count} attempts"
 
 
 def _copy_database(source: Path, to: Path) -> None:

@@ -137,13 +137,24 @@ def attempts(session: Session, caller: Caller, run_id: str) -> list[AttemptInfo]
     ]  # fmt: skip
 
 
-def usage_page(session: Session, caller: Caller, after: str, limit: int) -> list[UsageInfo]:
-    """Return what attempts used, in the order of their keys, so that an export can go on where it was."""
-    asked = sa.select(Usage).join(Run, Run.id == Usage.run).where(*_seen_by(caller), Usage.key > after)
+def usage_page(
+    session: Session, caller: Caller, after: str, limit: int, since: int = 0, until: int = 0
+) -> list[UsageInfo]:
+    """Return what attempts used, in the order of their keys, so that an export can go on where it was. `since`,
+    `until`: only of attempts that ended from the one time on and before the other; 0: no limit."""
+    asked = sa.select(Usage, Run.name, Project.name).join(Run, Run.id == Usage.run)
+    asked = asked.join(Project, Project.id == Run.project, isouter=True)
+    asked = asked.where(*_seen_by(caller), Usage.key > after, Usage.ended >= since)
+    if until:
+        asked = asked.where(Usage.ended < until)
+    found = session.execute(asked.order_by(Usage.key).limit(limit))
     return [
-        UsageInfo(key=each.key, run=each.run, kind=each.kind, began=each.began, ended=each.ended, usd=each.usd)
-        for each in session.scalars(asked.order_by(Usage.key).limit(limit))
-    ]
+        UsageInfo(
+            key=each.key, run=each.run, run_name=name, project=project or "", kind=each.kind, began=each.began,
+            ended=each.ended, usd=each.usd,
+        )
+        for each, name, project in found
+    ]  # fmt: skip
 
 
 # --- orgs, projects and keys

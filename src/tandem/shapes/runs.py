@@ -284,9 +284,13 @@ class UsageInfo(Answer):
 
     key: str
     run: str
+    run_name: str = ""
+    project: str = ""
     kind: str
     began: int
+    """When a machine claimed the attempt."""
     ended: int
+    """When its agent said that it ended; without that word, when it was closed or its lease ran out."""
     usd: float
 
 
