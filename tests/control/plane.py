@@ -96,7 +96,7 @@ class Served:
         asyncio.run(self.plane.store.write(change))
 
 
-def served(home: Path, database: str = "") -> Served:
+def served(home: Path, database: str = "", requests_per_s: float = 0.0) -> Served:
     store = Store(home / "data", database)
     now = [1_000_000]
     org = asyncio.run(store.write(lambda session: queries.make_org(session, "default", now[0]))).id
@@ -114,7 +114,9 @@ def served(home: Path, database: str = "") -> Served:
     async def loop() -> None:
         await asyncio.Event().wait()
 
-    app = create_app(control_service(plane, loop), token="", hosts=frozenset({"127.0.0.1"}))
+    app = create_app(
+        control_service(plane, loop, requests_per_s=requests_per_s), token="", hosts=frozenset({"127.0.0.1"})
+    )
     return Served(app, plane, org, now, woken)
 
 

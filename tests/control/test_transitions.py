@@ -252,6 +252,6 @@ def test_views_say_what_the_rows_say(rig: Rig):
     run, attempt = rig.live()
     assert attempt is not None
     assert replace(run, rev=0) == RunView(
-        rig.run, "starting", "run", attempt_n=1, wanted_at=1_000_000, spec_toml="recipe = 'rl'"
+        rig.run, "starting", "run", attempt_n=1, wanted_at=1_000_000, spec_toml="recipe = 'rl'", usd_per_hour=3.6
     )
     assert (attempt.name, attempt.state, attempt.target) == (f"tandem-x-{rig.run}-1", "open", "box")

@@ -46,6 +46,9 @@ def control_serve(
         Path | None,
         typer.Option(help="File of the master keys of secrets. Default: TANDEM_SECRETS_KEY, or one in --data-dir."),
     ] = None,
+    requests_per_second: Annotated[
+        float, typer.Option(min=0, help="Requests that each key may send for long, four times as many at once; 0: any.")
+    ] = 50.0,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
 ) -> None:
@@ -58,7 +61,10 @@ def control_serve(
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir, host, port, ready_file or data_dir / READY_FILE, insecure)
-    serve_control(listen, database=database, targets=targets, url=url, secrets_key_file=secrets_key_file)
+    serve_control(
+        listen, database=database, targets=targets, url=url, secrets_key_file=secrets_key_file,
+        requests_per_s=requests_per_second,
+    )  # fmt: skip
 
 
 @control_app.command("backup")

@@ -230,9 +230,10 @@ class Patience:
         self._left_s, self._url, self._wait_s = seconds, url, _FIRST_WAIT_S
 
     def wait_s(self, why: str, retry_after: str = "") -> float:
-        """Return the seconds until the next try. ControlSilent when the time is over."""
+        """Return the seconds until the next try, which the server's Retry-After names if there is one. ControlSilent
+        when the time is over, or would be by then."""
         asked = retry_after_s(retry_after) if retry_after else None
-        wait_s = self._wait_s * random.uniform(0.7, 1.3) if asked is None else min(asked, _MOST_WAIT_S)
+        wait_s = self._wait_s * random.uniform(0.7, 1.3) if asked is None else asked
         self._wait_s = min(2 * self._wait_s, _MOST_WAIT_S)
         self._left_s -= max(wait_s, 0.01)
         if self._left_s < 0:

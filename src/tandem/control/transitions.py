@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, wanted
+from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, pays_for_more, wanted
 from tandem.control.ids import new_id
 from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
 from tandem.control.vault import check_there
@@ -58,6 +58,13 @@ def make_org(session: Session, name: str, now: int) -> str:
 def submit(session: Session, asked: Submitted, now: int) -> str:
     """Queue a run; return its id. Conflict if its project's budget or number of runs does not allow it, or
     if a secret that it names is not there."""
+    if not pays_for_more(asked.max_cost_usd, asked.max_cost_usd, asked.usd_per_hour):
+        seconds = asked.max_cost_usd / asked.usd_per_hour * 3600
+        raise Conflict(
+            f"max_cost_usd = {asked.max_cost_usd:g}: pays for {seconds:.0f} s on '{asked.target}' "
+            f"({asked.usd_per_hour:g} USD an hour), too little for a run; give more",
+            field="max_cost_usd",
+        )
     _check_room(session, asked.project, asked.max_cost_usd)
     check_there(session, asked.org, asked.project, asked.secrets)
     run = Run(
@@ -262,7 +269,7 @@ def close(
 def view_of_run(row: Run, spent_usd: float) -> RunView:
     return RunView(
         row.id, cast("RunState", row.state), cast("Want", row.want), row.rev, row.attempt_n, row.retries,
-        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml,
+        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml, row.usd_per_hour,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from tandem.build.targets import AnyTarget, open_provider, read_targets
 from tandem.control import queries
 from tandem.control.api.requests import Plane
-from tandem.control.api.service import control_service
+from tandem.control.api.service import REQUESTS_PER_S, control_service
 from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.decide import AttemptView, RunView
@@ -44,10 +44,12 @@ def serve_control(
     targets: str | Path | None = None,
     url: str = "",
     secrets_key_file: str | Path | None = None,
+    requests_per_s: float = REQUESTS_PER_S,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; runs go on meanwhile. `database`: of PostgreSQL; default: SQLite in the data
     directory. `targets`: the file of targets. `url`: where the targets' machines reach this server; default: where it
-    listens. `secrets_key_file`: the master keys of secrets; default: the data directory's own."""
+    listens. `secrets_key_file`: the master keys of secrets; default: the data directory's own.
+    `requests_per_s`: that each key may send; 0: no limit."""
     known = read_targets(None if targets is None else Path(targets))
     token, secret = listen.token(), attempt_secret(listen.data_dir)
     keys = read_master_keys(listen.data_dir, None if secrets_key_file is None else Path(secrets_key_file))
@@ -66,7 +68,8 @@ def serve_control(
             await asyncio.sleep(0.02)
         await loop.run()
 
-    app = create_app(control_service(plane, run, loop.close), token="", hosts=allowed_hosts(listen, url))
+    service = control_service(plane, run, loop.close, requests_per_s=requests_per_s)
+    app = create_app(service, token="", hosts=allowed_hosts(listen, url))
     gc.collect()
     gc.freeze()
     served.append(Server(app, listen, print, FastHttp))

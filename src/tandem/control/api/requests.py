@@ -18,6 +18,7 @@ from tandem.control.audit import AuditLog
 from tandem.control.callers import AgentCaller, Caller, Callers
 from tandem.control.mirror import Mirror
 from tandem.control.once import once
+from tandem.control.rates import RateLimit
 from tandem.control.sealing import MasterKeys
 from tandem.control.store import Store
 from tandem.io.request_key import RequestKey
@@ -56,14 +57,22 @@ class Plane:
     """Called when a run has changed, so that the loop looks at once."""
 
 
-def authenticate(callers: Callers, authorization: str, scope: Scope) -> None:
-    """Put the caller into the request's scope; 401 if it is not known. Agents and keys have paths of their own."""
+def authenticate(callers: Callers, rate: RateLimit, authorization: str, scope: Scope) -> None:
+    """Put the caller into the request's scope; 401 if it is not known, 429 if it sends too much. Agents and keys have
+    paths of their own. The operator may send as much as it likes."""
     caller = callers.find(authorization)
     of_agents = scope["path"].startswith("/api/attempts/")
     if caller is None or isinstance(caller, AgentCaller) is not of_agents:
         raise RequestRefused(401, "send 'Authorization: Bearer KEY' with a key that is neither revoked nor expired")
     if scope["path"] == "/metrics" and not (isinstance(caller, Caller) and caller.is_operator):
         raise RequestRefused(403, "the metrics are the operator's: use the token in the data directory")
+    if not (isinstance(caller, Caller) and caller.is_operator):
+        wait_s = rate.take(caller.attempt if isinstance(caller, AgentCaller) else caller.key)
+        if wait_s:
+            raise RequestRefused(
+                429, f"this key sends more than {rate.per_s:g} requests a second; send it again after {wait_s:.1f} s",
+                retry_after_s=wait_s,
+            )  # fmt: skip
     scope[_CALLER] = caller
 
 

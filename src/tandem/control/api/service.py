@@ -16,18 +16,25 @@ from tandem.control.api.org_routes import OrgRoutes
 from tandem.control.api.requests import Plane, authenticate
 from tandem.control.api.run_routes import READ_BYTES, RunRoutes
 from tandem.control.api.secret_routes import SecretRoutes
+from tandem.control.rates import RateLimit
 from tandem.control.transitions import LEASE_MS
 from tandem.errors import StoreError
 from tandem.serve.http.service import Service
 from tandem.shapes.agent import APPEND_BYTES, PIECE_BYTES
 
 _log = logging.getLogger(__name__)
+REQUESTS_PER_S = 50.0
 
 
 def control_service(
-    plane: Plane, loop: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]] | None = None
+    plane: Plane,
+    loop: Callable[[], Awaitable[None]],
+    close: Callable[[], Awaitable[None]] | None = None,
+    *,
+    requests_per_s: float = REQUESTS_PER_S,
 ) -> Service:
-    """Build the service. `loop` runs beside the requests, from the first to the last; `close` is called after it."""
+    """Build the service. `loop` runs beside the requests, from the first to the last; `close` is called after it.
+    `requests_per_s`: of each key; 0: no limit."""
     runs, agents = RunRoutes(plane), AgentRoutes(plane)
     router = APIRouter()
     for each in (runs, agents, OrgRoutes(plane), SecretRoutes(plane)):
@@ -80,5 +87,5 @@ def control_service(
         open_paths=frozenset({"/openapi.json"}),
         hot=[*runs.hot, *agents.hot],
         ending=runs.ended.set,
-        authenticate=partial(authenticate, plane.callers),
+        authenticate=partial(authenticate, plane.callers, RateLimit(requests_per_s)),
     )  # fmt: skip
