@@ -42,6 +42,7 @@ PYTHON_FUNCTION = {
     "chat": "chat_with",
     "report": "write_report",
     "watch": "watch_run",
+    "explain": "explain_run",
     "samples": "samples",
     "feedback": "feedback_rows",
     "runs": "list_runs",
@@ -76,6 +77,11 @@ CLIENT_METHOD = {
     "control key new": "Tandem.make_key",
     "control key list": "Tandem.keys",
     "control key revoke": "Tandem.revoke_key",
+    "control secret set": "Tandem.set_secret",
+    "control secret list": "Tandem.secrets",
+    "control secret delete": "Tandem.delete_secret",
+    "control usage": "Tandem.usage",
+    "control audit": "Tandem.audit",
 }
 """Commands for a control server, and what does their work in `tandem.client`."""
 

@@ -35,7 +35,7 @@ from tandem.cli.options import (
 )
 from tandem.cli.remote import cancel, is_run_id, login, logs, pull, resume_remote, submit
 from tandem.cli.rollouts import rollouts_app
-from tandem.cli.runs import compare, env_list, report, runs, watch
+from tandem.cli.runs import compare, env_list, explain, report, runs, watch
 from tandem.cli.samples import samples
 from tandem.cli.sweep import sweep
 from tandem.cli.sync import sync_app
@@ -513,7 +513,7 @@ app.command()(init)
 app.command()(samples)
 app.command()(sweep)
 app.command("feedback")(feedback_command)
-for command in (runs, watch, report, compare, login, submit, cancel, logs, pull):
+for command in (runs, watch, explain, report, compare, login, submit, cancel, logs, pull):
     app.command()(command)
 app.command()(targets)
 app.command(hidden=True)(agent)

@@ -226,6 +226,18 @@ def _see(run: RemoteRun, directory: Path) -> dict[str, Any]:
     }
 
 
+def explain_remote(run_id: str) -> dict[str, Any]:
+    """Return why a run ended so: what its server says, and what its mirror says."""
+    from tandem.client import Tandem
+    from tandem.runs.explain import explain_run
+
+    with Tandem() as server:
+        run = server.run(run_id)
+        info, directory = run.info(), run.pull(cached(run_id)).directory
+        ended = [{"attempt": each.n, "why": each.why or each.state} for each in run.attempts()]
+    return explain_run(directory, name=run_id, state=info.state, why=info.why or info.error, ended=ended)
+
+
 def _leave(state: str) -> None:
     if state == "failed":
         raise typer.Exit(1)
