@@ -31,8 +31,8 @@ _BY_SERVER = {  # what tandem.control.decide says, and what its reader can do
 def explain_run(
     run_dir: str | Path, *, name: str = "", state: str = "", why: str = "", ended: Sequence[Row] = ()
 ) -> Row:
-    """Return why a run ended so. `name`: what commands call it; default: the directory. What a control server says comes
-    first: `state`, `why`, and `ended`, a row of `attempt` and `why` for each attempt."""
+    """Return why a run ended so. `name`: what commands call it; default: the directory. What a control server says
+    comes first: `state`, `why`, and `ended`, a row of `attempt` and `why` for each attempt."""
     directory = Path(run_dir)
     try:
         sight, status = look(directory), read_status(directory)
