@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from tandem.serve.http.refusals import CODES, speaks_openai
+from tandem.serve.http.request_bounds import KEY_PATTERN
 
 JSON, EVENTS, LINES, PAGE = "application/json", "text/event-stream", "application/x-ndjson", "text/html"
 _VERSION = "1"  # of the routes
@@ -120,7 +121,8 @@ def _parameters(known: Sequence[Mapping[str, Any]], said: _Spoken, path: str) ->
         yield {"name": name, "in": "query", "schema": {"type": "string"}}
     if said.key:
         required = said.key == "required"
-        yield {"name": "Idempotency-Key", "in": "header", "required": required, "schema": {"type": "string"}}
+        schema = {"type": "string", "pattern": f"^{KEY_PATTERN}$"}
+        yield {"name": "Idempotency-Key", "in": "header", "required": required, "schema": schema}
 
 
 # --- responses
