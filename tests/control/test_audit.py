@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from tandem.control import maintenance
 from tandem.control.audit import HEAD_FILE, AuditLog, leave_note
 from tandem.control.store import FILE, Store
+from tandem.control.tables import AuditRow
 from tandem.control.tokens import SECRET_FILE
 
 
@@ -103,14 +104,14 @@ def test_an_org_sees_its_own_rows_and_the_operator_those_of_the_server(plane: Se
 # --- what is done to the rows
 
 
-def written(data: Path, database: str, count: int = 6) -> Store:
+def written(data: Path, database: str, count: int = 6, actor: str = "a") -> Store:
     """A log of some rows, whose newest was written down."""
     store, log = Store(data, database), AuditLog(SECRET, data)
     (data / SECRET_FILE).write_bytes(SECRET)
     for number in range(count):
 
         def add(session: Session, number: int = number) -> None:
-            log.add(session, number, org="o", actor="a", action="did", item=f"{number}", told={"cost": number / 3})
+            log.add(session, number, org="o", actor=actor, action="did", item=f"{number}", told={"cost": number / 3})
 
         asyncio.run(store.write(add))
     asyncio.run(log.keep(store))
@@ -159,6 +160,17 @@ def test_what_was_done_to_the_rows_is_found(tmp_path: Path, database: str, sql: 
     assert problem in maintenance.verify(tmp_path, database).problem
     said = {check.what: check for check in maintenance.doctor(tmp_path, database)}
     assert (said["audit log"].ok, problem in said["audit log"].says) == (False, True)
+
+
+def test_a_row_of_another_history_of_the_same_server_is_found(tmp_path: Path):
+    """As after a restored backup: each row is one that the server wrote, but not after the row before."""
+    one, other = written(tmp_path / "one", ""), written(tmp_path / "other", "", actor="b")
+    row = asyncio.run(other.read(lambda session: session.get_one(AuditRow, 3)))
+    change = f"update audit set actor = 'b', mac = '{row.mac}' where n = 3"
+    asyncio.run(one.write(lambda session: changed(session, change)))
+    assert "row 3 is not as it was written" in maintenance.verify(tmp_path / "one", "").problem
+    one.close()
+    other.close()
 
 
 @pytest.mark.parametrize("sql", ["update audit set actor = 'b' where n = 1", "delete from audit where n = 1"])
