@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 HEAD_FILE, _NOTES = "audit-head.json", "audit-notes"
 EVERY_S = 2.0
+_NO_HEAD = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class AuditLog:
     def __init__(self, secret: bytes, data_dir: Path) -> None:
         self._key = hmac.new(secret, b"audit", hashlib.sha256).digest()
         self._data_dir = data_dir
-        self._kept = -1
+        self._kept = _NO_HEAD
 
     def add(
         self, session: Session, now: int, *, org: str, actor: str, action: str, item: str, told: Mapping[str, Any]
@@ -73,6 +74,7 @@ class AuditLog:
 
     def verify(self, session: Session) -> Verified:
         """Read the whole log; say which row is not as it was written."""
+        head = self._head()  # before the rows: a server that runs goes on writing
         before, count = "", 0
         for row in session.scalars(sa.select(AuditRow).order_by(AuditRow.n).execution_options(yield_per=1000)):
             if row.n != count + 1:
@@ -80,7 +82,7 @@ class AuditLog:
             if not hmac.compare_digest(row.mac, self._mac(row, before)):
                 return Verified(count, f"row {row.n} is not as it was written, or not in its place")
             before, count = row.mac, row.n
-        return Verified(count, self._against_head(session, count))
+        return Verified(count, head if isinstance(head, str) else _against(session, count, *head))
 
     async def keep(self, store: Store) -> None:
         """Take notes of maintenance into the log, and write down the newest row."""
@@ -105,20 +107,16 @@ class AuditLog:
                 item=str(note["id"]), told=told,
             )  # fmt: skip
 
-    def _against_head(self, session: Session, count: int) -> str:
+    def _head(self) -> tuple[int, str] | str:
+        """Return the number and the MAC that were written down; or what is wrong with their file."""
         path = self._data_dir / HEAD_FILE
-        if not path.exists():
-            return "" if not count else f"{HEAD_FILE} is missing from the data directory"
         try:
             head = cast("dict[str, Any]", read_json(path))
-            number, mac = int(head["n"]), str(head["mac"])
+            return int(head["n"]), str(head["mac"])
+        except FileNotFoundError:
+            return _NO_HEAD, ""
         except (OSError, ValueError, KeyError, TypeError):
             return f"{path} is damaged"
-        if not number:
-            return ""
-        if (row := session.get(AuditRow, number)) is None:
-            return f"rows {count + 1} to {number} are missing"
-        return "" if hmac.compare_digest(row.mac, mac) else f"row {number} is another than the one that was kept"
 
     def _mac(self, row: AuditRow, before: str) -> str:
         parts = [before, row.n, row.at, row.org, row.actor, row.action, row.item, row.told]
@@ -138,6 +136,16 @@ def leave_note(data_dir: Path, action: str, **told: object) -> None:
 def audit_rows(session: Session, orgs: Iterable[str], after: int, limit: int) -> list[AuditRow]:
     asked = sa.select(AuditRow).where(AuditRow.org.in_(list(orgs)), AuditRow.n > after)
     return list(session.scalars(asked.order_by(AuditRow.n).limit(limit)))
+
+
+def _against(session: Session, count: int, number: int, mac: str) -> str:
+    if number == _NO_HEAD:  # of a database that no server has opened yet
+        return f"{HEAD_FILE} is missing from the data directory; `tandem control serve` writes it" if count else ""
+    if not number:
+        return ""
+    if (row := session.get(AuditRow, number)) is None:
+        return f"rows {count + 1} to {number} are missing"
+    return "" if hmac.compare_digest(row.mac, mac) else f"row {number} is another than the one that was kept"
 
 
 def _last(session: Session) -> AuditRow | None:
