@@ -101,7 +101,7 @@ def test_an_export_has_each_attempt_once(tmp_path: Path, monkeypatch: pytest.Mon
         assert sorted(each["ended"] for each in json.loads(told.stdout)) == [1_003_000, 1_004_500]
         assert "3 attempts, 4.500 s, 0.00 USD" in CliRunner().invoke(app, ["control", "usage"]).stdout
         wrong = CliRunner().invoke(app, ["control", "usage", "--until", "yesterday"])
-        assert (wrong.exit_code, "write a date as" in wrong.output.replace("\n", " ")) == (2, True)
+        assert (wrong.exit_code, "yesterday" in wrong.output) == (2, True)
     finally:
         running.server.should_exit = True
         running.thread.join()

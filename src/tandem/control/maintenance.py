@@ -164,9 +164,12 @@ def uncounted(connection: sa.Connection) -> str:
             (Attempt.ended_at > 0, Attempt.ended_at), else_=sa.func.least(Attempt.closed_at, Attempt.lease_until)
         )
     used = sa.case((ended > Attempt.claimed_at, ended - Attempt.claimed_at), else_=0)
-    both = sa.outerjoin(Attempt, Usage, Usage.key == Attempt.id + ":compute")
     other = sa.func.coalesce(Usage.ended - Usage.began, -1) != used
-    asked = sa.select(Attempt.id).select_from(both).where(Attempt.state == "closed", Attempt.claimed_at > 0, other)
+    asked = (
+        sa.select(Attempt.id)
+        .outerjoin(Usage, Usage.key == Attempt.id + ":compute")
+        .where(Attempt.state == "closed", Attempt.claimed_at > 0, other)
+    )
     if (attempt := connection.scalar(asked.limit(1))) is not None:
         return f"attempt {attempt} is not counted with its seconds"
     rows = connection.scalar(sa.select(sa.func.count()).select_from(Usage)) or 0
