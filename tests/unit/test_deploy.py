@@ -61,7 +61,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path):
             ["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True, timeout=60, check=False,
             env=os.environ | {"SYSTEMD_LOG_LEVEL": "warning"},
         )  # fmt: skip
-        assert ("KillMode" in done.stderr, "tandem-control" in done.stderr) == (wrong, wrong), done.stderr
+        assert ("kill mode" in done.stderr, "tandem-control" in done.stderr) == (wrong, wrong), done.stderr
 
 
 def test_the_compose_file_starts_the_server_with_options_that_it_has():
