@@ -140,7 +140,9 @@ def test_a_key_of_another_org_or_project_sees_nothing_of_this_one(world: World):
             answer = world.call(method, path, key)
             expected = {401} if path in OF_AGENTS else {404} if "{id}" in path else {200, 201, 403}
             own_org = name == "same org, other project" and path == "/api/me"
-            if answer.status_code not in expected or (CANARY in answer.text and not own_org):
+            made_by_it = f"{CANARY} org" if (name, path) == ("operator", "/api/audit") else "\0"
+            leaked = CANARY in answer.text.replace(made_by_it, "") and not own_org
+            if answer.status_code not in expected or leaked:
                 leaks.append((name, method, path, answer.status_code, answer.text[:200]))
     assert leaks == []
 
