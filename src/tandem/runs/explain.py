@@ -34,14 +34,15 @@ def explain_run(
     """Return why a run ended so. `name`: what commands call it; default: the directory. What a control server says
     comes first: `state`, `why`, and `ended`, a row of `attempt` and `why` for each attempt."""
     directory = Path(run_dir)
+    sight: Row = {"liveness": "not begun", "step": 0, "steps_total": 0, "attempts": [], "verdict": None}
+    status: Mapping[str, Any] = {}
     try:
         sight, status = look(directory), read_status(directory)
-    except RunError:
+    except RunError:  # nothing has arrived of a run that was lost at its beginning
         if not state:
             raise
-        sight, status = {"liveness": "not begun", "step": 0, "steps_total": 0, "attempts": [], "verdict": None}, {}
     name, here = name or str(directory), str(status.get("state", ""))
-    found = {
+    found: Row = {
         "run": name, "state": state or here or "queued", "liveness": sight["liveness"],
         "step": sight["step"], "steps_total": sight["steps_total"], "verdict": sight["verdict"],
         "why": why or str(status.get("error") or ""),
