@@ -170,7 +170,7 @@ def test_no_error_text_quotes_a_value(caplog: pytest.LogCaptureFixture):
     import httpx
 
     with pytest.raises(ValidationError) as refused:
-        SecretBody(name="lower", value=CANARY)
+        SecretBody(name="A", value=f"{CANARY}\0")
     body = SecretBody(name="A", value=CANARY)
     content = b'{"attempt": 7, "secrets": {"A": "' + CANARY.encode() + b'"}}'  # not what an agent understands
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=content))

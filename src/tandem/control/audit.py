@@ -76,12 +76,14 @@ class AuditLog:
         """Read the whole log; say which row is not as it was written."""
         head = self._head()  # before the rows: a server that runs goes on writing
         before, count = "", 0
-        for row in session.scalars(sa.select(AuditRow).order_by(AuditRow.n).execution_options(yield_per=1000)):
-            if row.n != count + 1:
-                return Verified(count, f"row {count + 1} is missing")
-            if not hmac.compare_digest(row.mac, self._mac(row, before)):
-                return Verified(count, f"row {row.n} is not as it was written, or not in its place")
-            before, count = row.mac, row.n
+        asked = sa.select(AuditRow).order_by(AuditRow.n).execution_options(yield_per=1000)
+        with session.scalars(asked) as rows:
+            for row in rows:
+                if row.n != count + 1:
+                    return Verified(count, f"row {count + 1} is missing")
+                if not hmac.compare_digest(row.mac, self._mac(row, before)):
+                    return Verified(count, f"row {row.n} is not as it was written, or not in its place")
+                before, count = row.mac, row.n
         return Verified(count, head if isinstance(head, str) else _against(session, count, *head))
 
     async def keep(self, store: Store) -> None:
