@@ -147,24 +147,45 @@ def claim(session: Session, attempt_id: str, instance: str, now: int) -> bool:
     return won
 
 
-def renew(session: Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int) -> Want:
-    """Renew the lease by a sign of life; return what the execution should do. Fenced if it must end at once."""
-    table = _ATTEMPTS
-    held = sa.and_(table.c.id == attempt_id, table.c.state == "claimed", table.c.claimed_by == instance)
-    moved_at = sa.case((table.c.ticks == ticks, table.c.moved_at), else_=now)
-    renewed = sa.update(table).where(held, table.c.ended_at == 0)
-    renewed = renewed.values(lease_until=now + LEASE_MS, limit_ms=limit_ms, moved_at=moved_at, ticks=ticks)
-    found = session.execute(renewed.returning(table.c.run, table.c.claimed_at, table.c.usd_per_hour)).one_or_none()
-    if found is None:
-        check_claimed(session, attempt_id, instance)
-        raise Fenced(f"attempt '{attempt_id}' has ended by its own word; write nothing more")
-    spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(_USAGE.c.run == found.run).scalar_subquery()
-    run = session.execute(
-        sa.select(_RUNS.c.want, _RUNS.c.wanted_at, _RUNS.c.max_cost_usd, spent).where(_RUNS.c.id == found.run)
-    ).one()
-    view = RunView(
-        found.run, "running", run.want, wanted_at=run.wanted_at, max_cost_usd=run.max_cost_usd, spent_usd=run[3] or 0.0
+def _renewal() -> sa.Executable:
+    """The statement of `renew`, made once: making it costs more than running it."""
+    held, runs, given = _ATTEMPTS.c, _RUNS.c, sa.bindparam
+    by_this = sa.and_(
+        held.id == given("attempt"), held.state == "claimed", held.claimed_by == given("instance"), held.ended_at == 0
     )
+    moved_at = sa.case((held.ticks == given("new_ticks"), held.moved_at), else_=given("now", type_=sa.BigInteger()))
+    renewed = sa.update(_ATTEMPTS).where(by_this).values(
+        lease_until=given("until"), limit_ms=given("limit"), moved_at=moved_at, ticks=given("new_ticks")
+    )  # fmt: skip
+    of_run = [
+        sa.select(column).where(runs.id == held.run).correlate(_ATTEMPTS).scalar_subquery().label(column.name)
+        for column in (runs.want, runs.wanted_at, runs.max_cost_usd)
+    ]
+    spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(_USAGE.c.run == held.run).correlate(_ATTEMPTS).scalar_subquery()
+    return renewed.returning(held.run, held.claimed_at, held.usd_per_hour, *of_run, spent.label("spent"))
+
+
+_RENEWAL = _renewal()
+
+
+def renew(
+    connection: sa.Connection | Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int
+) -> Want:
+    """Renew the lease by a sign of life; return what the execution should do. Fenced if it must end at once."""
+    given = {
+        "attempt": attempt_id, "instance": instance, "new_ticks": ticks, "limit": limit_ms, "now": now,
+        "until": now + LEASE_MS,
+    }  # fmt: skip
+    found = connection.execute(_RENEWAL, given).one_or_none()
+    if found is None:
+        held = sa.select(_ATTEMPTS.c.claimed_by).where(_ATTEMPTS.c.id == attempt_id, _ATTEMPTS.c.state == "claimed")
+        if connection.execute(held).scalar_one_or_none() != instance:
+            raise _fenced(attempt_id)
+        raise Fenced(f"attempt '{attempt_id}' has ended by its own word; write nothing more")
+    view = RunView(
+        found.run, "running", found.want, wanted_at=found.wanted_at, max_cost_usd=found.max_cost_usd,
+        spent_usd=found.spent or 0.0,
+    )  # fmt: skip
     attempt = AttemptView(attempt_id, 0, "", "claimed", claimed_at=found.claimed_at, usd_per_hour=found.usd_per_hour)
     return wanted(view, attempt, now)[0]
 
@@ -309,8 +330,12 @@ def _attempt(session: Session, attempt_id: str) -> Attempt:
 def _claimed_by(session: Session, attempt_id: str, instance: str) -> Attempt:
     attempt = _attempt(session, attempt_id)
     if attempt.state != "claimed" or attempt.claimed_by != instance:
-        raise Fenced(f"attempt '{attempt_id}' was closed or is another execution's; end here, and write nothing more")
+        raise _fenced(attempt_id)
     return attempt
+
+
+def _fenced(attempt_id: str) -> Fenced:
+    return Fenced(f"attempt '{attempt_id}' was closed or is another execution's; end here, and write nothing more")
 
 
 def _set_run(session: Session, run_id: str, rev: int, now: int, kind: str, body: dict[str, Any], **values: Any) -> None:

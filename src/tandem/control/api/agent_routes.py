@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
 from tandem.control import transitions, vault
@@ -63,11 +64,11 @@ class AgentRoutes:
         body = await asked(request, AppendBody)
         run, sign, now = await self._run_of(attempt), body.sign, self.plane.clock()
 
-        def renew(session: Session) -> Want:
-            return transitions.renew(session, attempt, body.instance, sign.ticks, int(sign.limit_s * 1000), now)
+        def renew(connection: Connection) -> Want:
+            return transitions.renew(connection, attempt, body.instance, sign.ticks, int(sign.limit_s * 1000), now)
 
         async with self.plane.mirror.locks[run]:
-            want = await self.plane.store.write(renew)
+            want = await self.plane.store.write_plain(renew)
             streams = await self.plane.mirror.append(run, body.pieces)
         return answer(Appended(want=want, lease_s=_LEASE_S, streams=streams))
 
