@@ -33,7 +33,7 @@ from tandem.cli.options import (
     Version,
     view_of,
 )
-from tandem.cli.remote import cancel, is_run_id, login, logs, pull, resume_remote, submit
+from tandem.cli.remote import cancel, login, logs, pull, resume_remote, submit
 from tandem.cli.rollouts import rollouts_app
 from tandem.cli.runs import compare, env_list, explain, report, runs, watch
 from tandem.cli.samples import samples
@@ -41,6 +41,7 @@ from tandem.cli.sweep import sweep
 from tandem.cli.sync import sync_app
 from tandem.cli.targets import targets
 from tandem.errors import TandemError
+from tandem.runs.named_runs import is_run_id
 
 app = typer.Typer(
     name="tandem",

@@ -4,7 +4,6 @@ directory is: its mirror is pulled first."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tandem.cli.options import AsJson, Overrides
+from tandem.runs.named_runs import is_run_id, mirror_of
 
 if TYPE_CHECKING:
     from tandem.client import RemoteRun, Tandem
@@ -26,27 +26,6 @@ _NOTHING_YET: dict[str, Any] = {
 RunOrDir = Annotated[
     str, typer.Argument(metavar="RUN", help="A run directory, or the id of a run on a control server.")
 ]
-
-
-def is_run_id(text: str) -> bool:
-    from tandem.shapes.runs import RUN_ID
-
-    return RUN_ID.fullmatch(text) is not None and not Path(text).exists()
-
-
-def run_directory(text: str | Path) -> Path:
-    """Return a run directory: `text` itself, or the mirror of the run with this id, as it is now."""
-    if not is_run_id(str(text)):
-        return Path(text)
-    from tandem.client import Tandem
-
-    with Tandem() as server:
-        return server.run(str(text)).pull(cached(str(text))).directory
-
-
-def cached(run_id: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return base / "tandem" / "runs" / run_id
 
 
 def login(
@@ -194,7 +173,7 @@ def watch_remote(run: RemoteRun, *, once: bool, as_json: bool) -> str:
     """Print a run's progress, as for a directory, until it has ended; return its state. Ctrl-C leaves it running."""
     from tandem.runs.watch import watch_run
 
-    directory = cached(run.id)
+    directory = mirror_of(run.id)
     try:
         return watch_run(directory, once=once, as_json=as_json, tell=typer.echo, see=lambda: _see(run, directory))
     except KeyboardInterrupt:
@@ -224,18 +203,6 @@ def _see(run: RemoteRun, directory: Path) -> dict[str, Any]:
         "supervised": False,
         "error": (info.why or info.error or None) if ended or info.state == "waiting" else sight["error"],
     }
-
-
-def explain_remote(run_id: str) -> dict[str, Any]:
-    """Return why a run ended so: what its server says, and what its mirror says."""
-    from tandem.client import Tandem
-    from tandem.runs.explain import explain_run
-
-    with Tandem() as server:
-        run = server.run(run_id)
-        info, directory = run.info(), run.pull(cached(run_id)).directory
-        ended = [{"attempt": each.n, "why": each.why or each.state} for each in run.attempts()]
-    return explain_run(directory, name=run_id, state=info.state, why=info.why or info.error, ended=ended)
 
 
 def _leave(state: str) -> None:
