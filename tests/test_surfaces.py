@@ -88,6 +88,9 @@ CLIENT_METHOD = {
 OF_OPERATORS = {"control serve", "control backup", "control restore", "control upgrade", "control doctor"}
 """Commands that look after a data directory; they are no part of the Python API."""
 
+FOR_ASSISTANTS = {"mcp"}
+"""Commands that another program starts."""
+
 BEHIND_AN_OPTION = {"supervise_run": ("train", "resume")}
 """Functions that commands call when they are asked to: --supervise."""
 
@@ -121,7 +124,7 @@ def taken_from(name: str) -> str:
 
 
 def test_every_command_has_a_python_function():
-    assert set(COMMANDS) == {*PYTHON_FUNCTION, *CLIENT_METHOD, *OF_OPERATORS}
+    assert set(COMMANDS) == {*PYTHON_FUNCTION, *CLIENT_METHOD, *OF_OPERATORS, *FOR_ASSISTANTS}
     assert set(PYTHON_FUNCTION.values()) <= FUNCTIONS
 
 

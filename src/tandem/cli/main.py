@@ -19,6 +19,7 @@ from tandem.cli.engine import engine_app
 from tandem.cli.env_check import env_check
 from tandem.cli.feedback import feedback_command
 from tandem.cli.init import init
+from tandem.cli.mcp import mcp
 from tandem.cli.model import model_app
 from tandem.cli.online import online_app
 from tandem.cli.options import (
@@ -517,6 +518,7 @@ app.command("feedback")(feedback_command)
 for command in (runs, watch, explain, report, compare, login, submit, cancel, logs, pull):
     app.command()(command)
 app.command()(targets)
+app.command()(mcp)
 app.command(hidden=True)(agent)
 env_app.command("list")(env_list)
 

@@ -10,7 +10,7 @@ import typer
 
 from tandem.cli.options import AsJson
 from tandem.cli.remote import RunOrDir, print_runs, watch_remote
-from tandem.runs.named_runs import is_run_id, run_directory
+from tandem.runs.named_runs import explain_remote, is_run_id, run_directory
 
 
 def runs(
@@ -51,10 +51,9 @@ def watch(
 def explain(run: RunOrDir, as_json: AsJson = False) -> None:
     """Say why a run ended so, and what to do next. Exit code 1: it failed."""
     from tandem.obs.claims import printable
-    from tandem.runs.explain import explain_text
-    from tandem.runs.named_runs import explain_named
+    from tandem.runs.explain import explain_run, explain_text
 
-    found = explain_named(run)
+    found = explain_remote(run) if is_run_id(run) else explain_run(run)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -32,15 +32,13 @@ def mirror_of(run_id: str) -> Path:
     return base / "tandem" / "runs" / run_id
 
 
-def explain_named(run: str) -> dict[str, Any]:
-    """Say why a run ended so; of a run on a server, what its server says and what its mirror says."""
+def explain_remote(run_id: str) -> dict[str, Any]:
+    """Say why a run on a control server ended so: what the server says, and what its mirror says."""
     from tandem.client import Tandem
     from tandem.runs.explain import explain_run
 
-    if not is_run_id(run):
-        return explain_run(run)
     with Tandem() as server:
-        remote = server.run(run)
-        info, directory = remote.info(), remote.pull(mirror_of(run)).directory
-        ended = [{"attempt": each.n, "why": each.why or each.state} for each in remote.attempts()]
-    return explain_run(directory, name=run, state=info.state, why=info.why or info.error, ended=ended)
+        run = server.run(run_id)
+        info, directory = run.info(), run.pull(mirror_of(run_id)).directory
+        ended = [{"attempt": each.n, "why": each.why or each.state} for each in run.attempts()]
+    return explain_run(directory, name=run_id, state=info.state, why=info.why or info.error, ended=ended)
