@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
+SCHEMAS := .tandem/schemas
 
-.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -90,6 +91,18 @@ test-s3: .tandem/s3/.installed
 	  "botocore==$$($(BIN)/python -c 'import botocore; print(botocore.__version__)')"  # the one that our aiobotocore takes
 	touch $@
 
+# Every route of every service, by its OpenAPI document; some ten minutes. TANDEM_EXAMPLES=30 takes a tenth of the requests.
+test-schemas: $(SCHEMAS)/.installed
+	OMP_NUM_THREADS=1 $(SCHEMAS)/bin/python -m pytest -rs --timeout 1800 tests/schemas
+
+$(SCHEMAS)/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'schemathesis>=4.32,<5'
+	touch $@
+
 # A tenth of the episodes hang or crash; two minutes. Exit code 1 if a figure is missed.
 env-faults: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/env_faults.py
@@ -168,4 +181,4 @@ bench-gpu: install
 	$(BIN)/python benchmarks/gpu/table.py
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS) $(ATROPOS) .tandem/s3 .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ADAPTERS) $(ATROPOS) $(SCHEMAS) .tandem/s3 .pytest_cache .ruff_cache

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 SLOW = {
     "atropos": "real Atropos environments, where they are installed",
     "families/test_families.py": "every model family through every capability",
+    "schemas": "thousands of requests of schemathesis, where it is installed",
     "faults": "kills, hangs and lies between real processes",
     "learning": "whole runs that must learn, and the examples",
     "conformance/test_bridge_processes.py": "both ends of each bridge killed at many instants",

@@ -34,6 +34,7 @@ LAYERS = (
     ("control",),
     ("build",),
     ("recipes",),
+    ("assistant",),
     ("cli", "__init__", "__main__"),
 )
 LAYER = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -51,7 +52,7 @@ COMPOSITION_ROOT = "build"
 
 HEAVY = {
     "torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "matplotlib", "vllm", "sqlalchemy",
-    "alembic", "psycopg",
+    "alembic", "psycopg", "mcp",
 }  # fmt: skip
 LIGHT = (
     "cli/",

@@ -42,6 +42,7 @@ PYTHON_FUNCTION = {
     "chat": "chat_with",
     "report": "write_report",
     "watch": "watch_run",
+    "explain": "explain_run",
     "samples": "samples",
     "feedback": "feedback_rows",
     "runs": "list_runs",
@@ -76,11 +77,19 @@ CLIENT_METHOD = {
     "control key new": "Tandem.make_key",
     "control key list": "Tandem.keys",
     "control key revoke": "Tandem.revoke_key",
+    "control secret set": "Tandem.set_secret",
+    "control secret list": "Tandem.secrets",
+    "control secret delete": "Tandem.delete_secret",
+    "control usage": "Tandem.usage",
+    "control audit": "Tandem.audit",
 }
 """Commands for a control server, and what does their work in `tandem.client`."""
 
 OF_OPERATORS = {"control serve", "control backup", "control restore", "control upgrade", "control doctor"}
 """Commands that look after a data directory; they are no part of the Python API."""
+
+FOR_ASSISTANTS = {"mcp"}
+"""Commands that another program starts."""
 
 BEHIND_AN_OPTION = {"supervise_run": ("train", "resume")}
 """Functions that commands call when they are asked to: --supervise."""
@@ -115,7 +124,7 @@ def taken_from(name: str) -> str:
 
 
 def test_every_command_has_a_python_function():
-    assert set(COMMANDS) == {*PYTHON_FUNCTION, *CLIENT_METHOD, *OF_OPERATORS}
+    assert set(COMMANDS) == {*PYTHON_FUNCTION, *CLIENT_METHOD, *OF_OPERATORS, *FOR_ASSISTANTS}
     assert set(PYTHON_FUNCTION.values()) <= FUNCTIONS
 
 

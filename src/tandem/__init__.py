@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.runs.artifacts import list_artifacts as list_artifacts
     from tandem.runs.compare import compare_runs as compare_runs
     from tandem.runs.doctor import diagnose as diagnose
+    from tandem.runs.explain import explain_run as explain_run
     from tandem.runs.first_spec import FirstAnswers as FirstAnswers
     from tandem.runs.first_spec import write_first_spec as write_first_spec
     from tandem.runs.run_ending import digest_run as digest_run
@@ -93,6 +94,7 @@ _API = {
     "check_engine": "tandem.recipes.engine_commands",
     "chat_with": "tandem.recipes.serve",
     "write_report": "tandem.obs.report",
+    "explain_run": "tandem.runs.explain",
     "watch_run": "tandem.runs.watch",
     "samples": "tandem.io.kept_samples",
     "feedback_rows": "tandem.io.chat_feedback",

@@ -17,8 +17,10 @@ from fastapi import FastAPI
 from tandem.control import queries, transitions
 from tandem.control.api.requests import Plane
 from tandem.control.api.service import control_service
+from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.mirror import Mirror
+from tandem.control.sealing import read_master_keys
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Run
 from tandem.control.tokens import attempt_token
@@ -94,7 +96,7 @@ class Served:
         asyncio.run(self.plane.store.write(change))
 
 
-def served(home: Path, database: str = "") -> Served:
+def served(home: Path, database: str = "", requests_per_s: float = 0.0) -> Served:
     store = Store(home / "data", database)
     now = [1_000_000]
     org = asyncio.run(store.write(lambda session: queries.make_org(session, "default", now[0]))).id
@@ -105,15 +107,16 @@ def served(home: Path, database: str = "") -> Served:
         return [TargetInfo(name="box", kind="local", offers=[])]
 
     woken: list[int] = []
-    plane = Plane(
-        store, Mirror(home / "runs", store), callers, lambda: now[0], {"box": 2.0, "free": 0.0}, offers,
-        lambda: woken.append(1),
-    )  # fmt: skip
+    keys, prices = read_master_keys(home / "data", env={}), {"box": 2.0, "free": 0.0}
+    mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
+    plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, lambda: woken.append(1))
 
     async def loop() -> None:
         await asyncio.Event().wait()
 
-    app = create_app(control_service(plane, loop), token="", hosts=frozenset({"127.0.0.1"}))
+    app = create_app(
+        control_service(plane, loop, requests_per_s=requests_per_s), token="", hosts=frozenset({"127.0.0.1"})
+    )
     return Served(app, plane, org, now, woken)
 
 

@@ -3,6 +3,7 @@ real agent and the real trainer; and what is killed on the way."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_way import Control, spec_of, until
+from whole_way import ENVIRONMENT, Control, spec_of, until
 
 from tandem import digest_run
 
@@ -142,3 +144,52 @@ def test_a_wrong_spec_fails_with_its_reason_and_is_not_tried_again(control: Cont
     ends(control, run, "failed")
     assert len(attempts(control)) == 1
     assert "no-such-model" in control.ask("GET", f"/api/runs/{run}")["why"]
+
+
+SEES = """
+import hashlib, os, pathlib
+pathlib.Path(__file__).with_suffix(".seen").write_text(hashlib.sha256(os.environ["CANARY"].encode()).hexdigest())
+"""
+
+
+def test_a_secret_is_in_the_trainers_environment_and_nowhere_else(control: Control) -> None:
+    """Through a success, a crash and a cancel: no file, command line or answer has it."""
+    canary = f"canary-{os.urandom(8).hex()}"
+    found: list[object] = []
+    control.ask("POST", "/api/secrets", {"name": "CANARY", "value": canary})
+    (control.home / "sees.py").write_text(SEES + ENVIRONMENT)
+    (control.home / "breaks.py").write_text(SEES + ENVIRONMENT + "\nraise RuntimeError('broken')\n")
+    seen = hashlib.sha256(canary.encode()).hexdigest()
+
+    def watched(run: str, *states: str) -> Callable[[], bool]:
+        def look() -> bool:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                with suppress(OSError):
+                    if canary.encode() in path.read_bytes():
+                        found.append(path)
+            return control.state(run) in states
+
+        return look
+
+    def submitted(steps: int, code: str) -> str:
+        return control.submit(steps, secrets=["CANARY"], environment={"name": str(control.home / code)})
+
+    succeeds, breaks = submitted(2, "sees.py"), submitted(2, "breaks.py")
+    until(watched(succeeds, "succeeded", "failed"))
+    until(watched(breaks, "succeeded", "failed"))
+    assert [control.state(each) for each in (succeeds, breaks)] == ["succeeded", "failed"], console(control)
+    goes_on = submitted(100_000, "sees.py")
+    until(lambda: control.steps(goes_on) >= 2)
+    (agent,) = control.processes("--once")
+    assert canary.encode() not in Path(f"/proc/{agent}/environ").read_bytes()
+    assert any(canary.encode() in Path(f"/proc/{pid}/environ").read_bytes() for pid in control.processes("train"))
+    control.ask("POST", f"/api/runs/{goes_on}/cancel", {})
+    until(watched(goes_on, "cancelled"))
+    assert (control.home / "sees.seen").read_text() == seen == (control.home / "breaks.seen").read_text()
+    assert "broken" in console(control)
+    paths = [f"/api/runs/{run}{what}" for run in (succeeds, breaks, goes_on) for what in ("", "/events", "/attempts")]
+    told = [control.ask("GET", path) for path in (*paths, "/api/secrets", "/api/usage")]
+    files = [path for path in control.home.rglob("*") if path.is_file()]
+    assert {"control.sqlite3", "console.txt", "trainer.log", "log"} <= {path.name for path in files}
+    found += [path for path in files if canary.encode() in path.read_bytes()]
+    assert (found, canary in json.dumps(told)) == ([], False)

@@ -130,6 +130,12 @@ def test_a_budget_is_reserved_when_a_run_is_submitted(plane: Served):
     plane.made(f"/api/attempts/{attempt}/end", {"instance": "i", "state": "succeeded"}, token)
     plane.close_attempt(run, "succeeded")
     [used] = plane.ask("GET", "/api/usage").json()["items"]
+    for query, count in (
+        (f"since={used['ended']}", 1),
+        (f"since={used['ended'] + 1}", 0),
+        (f"until={used['ended']}", 0),
+    ):
+        assert len(plane.ask("GET", f"/api/usage?{query}").json()["items"]) == count
     assert (used["run"], used["usd"], used["ended"] - used["began"]) == (run, 2.0, 3_600_000)
     assert (
         next(each for each in plane.ask("GET", "/api/projects").json()["items"] if each["name"] == "small")["spent_usd"]

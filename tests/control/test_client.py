@@ -73,8 +73,8 @@ class LosesAnswers:
 
 
 class Running:
-    def __init__(self, home: Path) -> None:
-        self.plane: Served = served(home)
+    def __init__(self, home: Path, **more: Any) -> None:
+        self.plane: Served = served(home, **more)
         self.app = LosesAnswers(self.plane.app)
         self.server = Server(self.app, Listen(home / "listen"), lambda _: None)  # type: ignore[arg-type]
         self.thread = threading.Thread(target=self.server.run)

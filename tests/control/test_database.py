@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,21 @@ def test_a_change_that_raises_is_undone_alone(store: Store):
     assert asyncio.run(store.read(names)) == ["a", "b", "c"]
 
 
+def test_plain_changes_are_undone_alone_too(store: Store):
+    insert = sa.text("insert into orgs (id, at, name) values (:name, 0, :name)")
+
+    def adds(name: str) -> Callable[[sa.Connection], object]:
+        return lambda connection: connection.execute(insert, {"name": name}) and None
+
+    async def together() -> list[object]:
+        changes = [store.write_plain(adds(name)) for name in ("a", "b", "a", "c")]
+        return await asyncio.gather(*changes, store.write(add("d")), return_exceptions=True)
+
+    done = asyncio.run(together())
+    assert [type(each).__name__ for each in done] == ["NoneType", "NoneType", "IntegrityError", "NoneType", "NoneType"]
+    assert asyncio.run(store.read(names)) == ["a", "b", "c", "d"]
+
+
 def test_what_was_written_is_there_after_a_restart(tmp_path: Path, database: str):
     first = Store(tmp_path, database)
     asyncio.run(first.write(add("a")))
@@ -81,7 +97,7 @@ def test_a_newer_database_is_refused_and_left_as_it_is(tmp_path: Path, database:
     asyncio.run(store.write(add("a")))
     asyncio.run(store.write(lambda session: session.execute(sa.text("update alembic_version set version_num='9999'"))))
     store.close()
-    with pytest.raises(StoreError, match="has revision '9999', and this Tandem knows revisions up to '0002'"):
+    with pytest.raises(StoreError, match="has revision '9999', and this Tandem knows revisions up to '0004'"):
         Store(tmp_path, database)
     engine = sa.create_engine(database or f"sqlite:///{tmp_path / FILE}")
     with engine.connect() as connection:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,8 @@ class Control:
         assert told.status_code < 300, told.text
         return told.json()
 
-    def submit(self, steps: int, target: str = "here", **more: Any) -> str:
-        body = {"spec_toml": spec_of(self.home, steps, **more), "target": target}
+    def submit(self, steps: int, target: str = "here", secrets: Sequence[str] = (), **more: Any) -> str:
+        body = {"spec_toml": spec_of(self.home, steps, **more), "target": target, "secrets": list(secrets)}
         return self.ask("POST", "/api/runs", body)["id"]
 
     def state(self, run: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -16,7 +19,9 @@ control_app = typer.Typer(
     help="Serve runs on your machines to a team, and look after the server.", no_args_is_help=True
 )
 key_app = typer.Typer(help="Make, list and revoke keys of a control server.", no_args_is_help=True)
+secret_app = typer.Typer(help="Set, list and delete the secrets that trainers of runs get.", no_args_is_help=True)
 control_app.add_typer(key_app, name="key")
+control_app.add_typer(secret_app, name="secret")
 
 DataDir = Annotated[Path, typer.Option(help="Directory for the database, the mirrors and the token.")]
 Database = Annotated[
@@ -37,19 +42,29 @@ def control_serve(
     url: Annotated[
         str, typer.Option(help="Where the targets' machines reach this server. Default: where it listens.")
     ] = "",
+    secrets_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of the master keys of secrets. Default: TANDEM_SECRETS_KEY, or one in --data-dir."),
+    ] = None,
+    requests_per_second: Annotated[
+        float, typer.Option(min=0, help="Requests that each key may send for long, four times as many at once; 0: any.")
+    ] = 50.0,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
 ) -> None:
     """Take specs over HTTP, run each on a target, and bring it to its end. Runs go on while the server is down."""
     from tandem.io.extras import require_extra
 
-    require_extra("control", "sqlalchemy", "alembic", "fastapi", "uvicorn")
+    require_extra("control", "sqlalchemy", "alembic", "cryptography", "fastapi", "uvicorn")
     from tandem.client.place import READY_FILE
     from tandem.recipes.control import serve_control
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir, host, port, ready_file or data_dir / READY_FILE, insecure)
-    serve_control(listen, database=database, targets=targets, url=url)
+    serve_control(
+        listen, database=database, targets=targets, url=url, secrets_key_file=secrets_key_file,
+        requests_per_s=requests_per_second,
+    )  # fmt: skip
 
 
 @control_app.command("backup")
@@ -98,7 +113,84 @@ def control_doctor(data_dir: DataDir = _HOME, database: Database = "", as_json: 
         raise typer.Exit(1)
 
 
+@control_app.command("audit")
+def control_audit(
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Check the log in --data-dir instead: that no row was changed or taken out."),
+    ] = False,
+    data_dir: DataDir = _HOME,
+    database: Database = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print who did what on the server that TANDEM_CONTROL names. Exit code 1: a row is not as it was written."""
+    if verify:
+        from tandem.control.maintenance import verify as verified
+
+        found = verified(data_dir, database)
+        if as_json:
+            typer.echo(json.dumps(asdict(found), indent=2))
+        else:
+            typer.echo(f"WRONG: {found.problem}" if found.problem else f"{found.rows} rows, as they were written")
+        raise typer.Exit(1 if found.problem else 0)
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        rows = list(server.audit())
+    if as_json:
+        typer.echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
+    for each in () if as_json else rows:
+        told = {name: value for name, value in each.told.items() if name not in ("id", "at", "spec_toml")}
+        typer.echo(f"{each.n}  {_utc(each.at)}  {each.actor}  {each.action}  {each.item}  {json.dumps(told)}")
+
+
 # --- over the server
+
+
+@control_app.command("usage")
+def control_usage(
+    since: Annotated[
+        str, typer.Option(help="Date or time in UTC, as 2026-01-31; attempts that ended from then on.")
+    ] = "",
+    until: Annotated[str, typer.Option(help="The same; attempts that ended before.")] = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what each attempt used, once: seconds from its claim to its end, and US dollars."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        rows = list(server.usage(since=_millis(since, "--since"), until=_millis(until, "--until")))
+    if as_json:
+        typer.echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
+    elif as_csv:
+        out = csv.writer(sys.stdout)
+        out.writerow(("key", "project", "run", "run_name", "kind", "began", "ended", "seconds", "usd"))
+        for each in rows:
+            times = (_utc(each.began), _utc(each.ended), f"{(each.ended - each.began) / 1000:.3f}")
+            out.writerow((each.key, each.project, each.run, each.run_name, each.kind, *times, f"{each.usd:.6f}"))
+    else:
+        for each in rows:
+            used = f"{(each.ended - each.began) / 1000:,.3f} s  {each.usd:.4f} USD"
+            typer.echo(f"{_utc(each.ended)}  {each.project}  {each.run}  {each.run_name}  {used}")
+        seconds = sum(each.ended - each.began for each in rows) / 1000
+        typer.echo(f"{len(rows)} attempts, {seconds:,.3f} s, {sum(each.usd for each in rows):.2f} USD")
+
+
+def _utc(millis: int) -> str:
+    return datetime.fromtimestamp(millis / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _millis(text: str, option: str) -> int:
+    if not text:
+        return 0
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{option} = '{text}': write a date as 2026-01-31, or a time as 2026-01-31T12:00"
+        ) from None
+    return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 @control_app.command("project")
@@ -119,7 +211,8 @@ def control_project(
 def key_new(
     name: Annotated[str, typer.Argument(help="What the key is for.")],
     scope: Annotated[
-        list[str] | None, typer.Option(help="runs:read, runs:write, keys or admin. Repeatable. Default: both of runs.")
+        list[str] | None,
+        typer.Option(help="runs:read, runs:write, keys, secrets or admin. Repeatable. Default: both of runs."),
     ] = None,
     project: Annotated[str, typer.Option(help="The only project that it may see. Default: all.")] = "",
     org: Annotated[str, typer.Option(help="Make an org of this name, and the key for it. Default: your own.")] = "",
@@ -158,3 +251,54 @@ def key_revoke(key_id: Annotated[str, typer.Argument(metavar="ID", help="As `key
 
     with Tandem() as server:
         typer.echo(f"{server.revoke_key(key_id).id} revoked")
+
+
+# --- secrets
+
+OfProject = Annotated[str, typer.Option("--project", help="Only this project's runs get it. Default: every project's.")]
+
+
+@secret_app.command("set")
+def secret_set(
+    name: Annotated[str, typer.Argument(help="Name of the variable that the trainer gets, HF_TOKEN for example.")],
+    project: OfProject = "",
+    file: Annotated[
+        Path | None, typer.Option(help="File that holds the value. Default: ask for it, or read stdin.")
+    ] = None,
+) -> None:
+    """Make a secret, or give it a new value. A line break at its end is left out."""
+    from tandem.client import Tandem
+
+    if file is not None:
+        value = file.read_text(encoding="utf-8")
+    elif sys.stdin.isatty():
+        value = typer.prompt(name, hide_input=True)
+    else:
+        value = sys.stdin.read()
+    with Tandem() as server:
+        made = server.set_secret(name, value.removesuffix("\n"), project=project)
+    typer.echo(f"{made.name}: value {made.version}")
+
+
+@secret_app.command("list")
+def secret_list(as_json: AsJson = False) -> None:
+    """List the secrets of your org, without their values."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        found = server.secrets()
+    if as_json:
+        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
+    for each in () if as_json else found:
+        typer.echo(f"{each.name}  {each.project or 'every project'}  value {each.version}, set by {each.changed_by}")
+
+
+@secret_app.command("delete")
+def secret_delete(
+    name: Annotated[str, typer.Argument(help="As `secret list` prints it.")], project: OfProject = ""
+) -> None:
+    """Delete a secret. Refused while a run on its way needs it."""
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        typer.echo(f"{server.delete_secret(name, project=project).name} deleted")

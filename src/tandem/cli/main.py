@@ -19,6 +19,7 @@ from tandem.cli.engine import engine_app
 from tandem.cli.env_check import env_check
 from tandem.cli.feedback import feedback_command
 from tandem.cli.init import init
+from tandem.cli.mcp import mcp
 from tandem.cli.model import model_app
 from tandem.cli.online import online_app
 from tandem.cli.options import (
@@ -33,14 +34,15 @@ from tandem.cli.options import (
     Version,
     view_of,
 )
-from tandem.cli.remote import cancel, is_run_id, login, logs, pull, resume_remote, submit
+from tandem.cli.remote import cancel, login, logs, pull, resume_remote, submit
 from tandem.cli.rollouts import rollouts_app
-from tandem.cli.runs import compare, env_list, report, runs, watch
+from tandem.cli.runs import compare, env_list, explain, report, runs, watch
 from tandem.cli.samples import samples
 from tandem.cli.sweep import sweep
 from tandem.cli.sync import sync_app
 from tandem.cli.targets import targets
 from tandem.errors import TandemError
+from tandem.runs.named_runs import is_run_id
 
 app = typer.Typer(
     name="tandem",
@@ -513,9 +515,10 @@ app.command()(init)
 app.command()(samples)
 app.command()(sweep)
 app.command("feedback")(feedback_command)
-for command in (runs, watch, report, compare, login, submit, cancel, logs, pull):
+for command in (runs, watch, explain, report, compare, login, submit, cancel, logs, pull):
     app.command()(command)
 app.command()(targets)
+app.command()(mcp)
 app.command(hidden=True)(agent)
 env_app.command("list")(env_list)
 

@@ -4,7 +4,6 @@ directory is: its mirror is pulled first."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tandem.cli.options import AsJson, Overrides
+from tandem.runs.named_runs import is_run_id, mirror_of
 
 if TYPE_CHECKING:
     from tandem.client import RemoteRun, Tandem
@@ -26,27 +26,6 @@ _NOTHING_YET: dict[str, Any] = {
 RunOrDir = Annotated[
     str, typer.Argument(metavar="RUN", help="A run directory, or the id of a run on a control server.")
 ]
-
-
-def is_run_id(text: str) -> bool:
-    from tandem.shapes.runs import RUN_ID
-
-    return RUN_ID.fullmatch(text) is not None and not Path(text).exists()
-
-
-def run_directory(text: str | Path) -> Path:
-    """Return a run directory: `text` itself, or the mirror of the run with this id, as it is now."""
-    if not is_run_id(str(text)):
-        return Path(text)
-    from tandem.client import Tandem
-
-    with Tandem() as server:
-        return server.run(str(text)).pull(cached(str(text))).directory
-
-
-def cached(run_id: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return base / "tandem" / "runs" / run_id
 
 
 def login(
@@ -78,6 +57,10 @@ def submit(
     project: Annotated[str, typer.Option(help="Project of your org.")] = "default",
     group: Annotated[str, typer.Option(help="A word that runs of one sweep share. Default: none.")] = "",
     retries: Annotated[int, typer.Option(min=0, max=100, help="Further attempts after failures that may pass.")] = 3,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a secret of the server: a variable of the trainer's environment. Repeatable."),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Do not follow the run.")] = False,
     overrides: Overrides = None,
@@ -95,7 +78,7 @@ def submit(
             raise typer.Exit(1)
         run = server.submit(
             checked.as_written(), target=target, max_cost_usd=max_cost, name=name, project=project, group=group,
-            retries=retries,
+            retries=retries, secrets=secret or (),
         )  # fmt: skip
         if as_json:
             typer.echo(run.info().model_dump_json(indent=2))
@@ -190,7 +173,7 @@ def watch_remote(run: RemoteRun, *, once: bool, as_json: bool) -> str:
     """Print a run's progress, as for a directory, until it has ended; return its state. Ctrl-C leaves it running."""
     from tandem.runs.watch import watch_run
 
-    directory = cached(run.id)
+    directory = mirror_of(run.id)
     try:
         return watch_run(directory, once=once, as_json=as_json, tell=typer.echo, see=lambda: _see(run, directory))
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`tandem runs`, `watch`, `report`, `compare` and `tandem env list`: what there is, and how it goes."""
+"""`tandem runs`, `watch`, `explain`, `report`, `compare` and `tandem env list`: what there is, and how it goes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from tandem.cli.options import AsJson
-from tandem.cli.remote import RunOrDir, is_run_id, print_runs, run_directory, watch_remote
+from tandem.cli.remote import RunOrDir, print_runs, watch_remote
+from tandem.runs.named_runs import explain_remote, is_run_id, run_directory
 
 
 def runs(
@@ -44,6 +45,20 @@ def watch(
     else:
         state = watch_run(run, once=once, as_json=as_json, tell=typer.echo)
     if state == "failed":
+        raise typer.Exit(1)
+
+
+def explain(run: RunOrDir, as_json: AsJson = False) -> None:
+    """Say why a run ended so, and what to do next. Exit code 1: it failed."""
+    from tandem.obs.claims import printable
+    from tandem.runs.explain import explain_run, explain_text
+
+    found = explain_remote(run) if is_run_id(run) else explain_run(run)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        typer.echo("\n".join(map(printable, explain_text(found))))
+    if found["state"] == "failed":
         raise typer.Exit(1)
 
 

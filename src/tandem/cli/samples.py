@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from tandem.cli.options import AsJson
-from tandem.cli.remote import RunOrDir, run_directory
+from tandem.cli.remote import RunOrDir
+from tandem.runs.named_runs import run_directory
 
 _MOST_CHARACTERS = 600
 

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from tandem.cli.options import AsJson
-from tandem.cli.remote import RunOrDir, run_directory
+from tandem.cli.remote import RunOrDir
+from tandem.runs.named_runs import run_directory
 
 sync_app = typer.Typer(
     help="Audit, inspect and benchmark the weight syncs from trainer to engine.", no_args_is_help=True

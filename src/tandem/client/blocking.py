@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +13,10 @@ from tandem.client import requests
 from tandem.client.place import Place, find_place
 from tandem.client.pull import Pulled, pull
 from tandem.client.requests import Call, Events, Patience, Reply
-from tandem.errors import SpecError
+from tandem.errors import ControlNotKnown, SpecError
 from tandem.shapes.runs import (
     AttemptInfo,
+    AuditInfo,
     EventInfo,
     FileInfo,
     KeyBody,
@@ -27,6 +28,8 @@ from tandem.shapes.runs import (
     RunInfo,
     RunPage,
     Scope,
+    SecretBody,
+    SecretInfo,
     SubmitBody,
     TargetInfo,
     UsageInfo,
@@ -78,11 +81,12 @@ class Tandem(AbstractContextManager["Tandem"]):
         project: str = "default",
         group: str = "",
         retries: int = 3,
+        secrets: Sequence[str] = (),
     ) -> RemoteRun:
         """Queue a run of a spec: a TOML file's path, or a dict of the same tables."""
         body = SubmitBody(
             spec_toml=requests.spec_text(spec), target=target, max_cost_usd=max_cost_usd, name=name, project=project,
-            group=group, retries=retries,
+            group=group, retries=retries, secrets=list(secrets),
         )  # fmt: skip
         return RemoteRun(self, self.call(requests.submit(body)).id)
 
@@ -103,11 +107,11 @@ class Tandem(AbstractContextManager["Tandem"]):
                 break
         return found
 
-    def usage(self) -> Iterator[UsageInfo]:
-        """Yield what each attempt used."""
+    def usage(self, *, since: int = 0, until: int = 0) -> Iterator[UsageInfo]:
+        """Yield what each closed attempt used. `since`, `until`: milliseconds since 1970, for when they ended."""
         after = ""
         while True:
-            page = self.call(requests.usage(after))
+            page = self.call(requests.usage(after, since, until))
             yield from page.items
             if not (after := page.next):
                 return
@@ -124,6 +128,30 @@ class Tandem(AbstractContextManager["Tandem"]):
 
     def revoke_key(self, key_id: str) -> KeyInfo:
         return self.call(requests.revoke_key(key_id))
+
+    def secrets(self) -> list[SecretInfo]:
+        """Return the secrets, without their values."""
+        return self.call(requests.secrets()).items
+
+    def set_secret(self, name: str, value: str, *, project: str = "") -> SecretInfo:
+        """Make a secret, or give it a new value. `project`: only its runs get it; default: every project's."""
+        return self.call(requests.set_secret(SecretBody(name=name, value=value, project=project)))
+
+    def delete_secret(self, name: str, *, project: str = "") -> SecretInfo:
+        found = [each for each in self.secrets() if (each.name, each.project) == (name, project)]
+        if not found:
+            of = f" of project '{project}'" if project else ""
+            raise ControlNotKnown(f"there is no secret '{name}'{of}", status=404, field="secret")
+        return self.call(requests.delete_secret(found[0].id))
+
+    def audit(self) -> Iterator[AuditInfo]:
+        """Yield who did what, the oldest first."""
+        after = ""
+        while True:
+            page = self.call(requests.audit(after))
+            yield from page.items
+            if not (after := page.next):
+                return
 
     def projects(self) -> list[ProjectInfo]:
         return self.call(requests.projects()).items

@@ -29,6 +29,7 @@ from tandem.shapes.base import Answer, Asked
 from tandem.shapes.runs import (
     ENDED,
     AttemptList,
+    AuditPage,
     CancelBody,
     EventInfo,
     EventPage,
@@ -45,6 +46,9 @@ from tandem.shapes.runs import (
     ResumeBody,
     RunInfo,
     RunPage,
+    SecretBody,
+    SecretInfo,
+    SecretList,
     SubmitBody,
     TargetList,
     UsagePage,
@@ -126,8 +130,8 @@ def files(run_id: str) -> Call[FileList]:
     return _get(f"/api/runs/{_part(run_id)}/files", FileList)
 
 
-def usage(after: str) -> Call[UsagePage]:
-    return _get("/api/usage", UsagePage, after=after)
+def usage(after: str, since: int, until: int) -> Call[UsagePage]:
+    return _get("/api/usage", UsagePage, after=after, since=since or "", until=until or "")
 
 
 def keys() -> Call[KeyList]:
@@ -140,6 +144,22 @@ def make_key(body: KeyBody) -> Call[KeyInfo]:
 
 def revoke_key(key_id: str) -> Call[KeyInfo]:
     return _post(f"/api/keys/{_part(key_id)}/revoke", KeyInfo, Asked())
+
+
+def audit(after: str) -> Call[AuditPage]:
+    return _get("/api/audit", AuditPage, after=after)
+
+
+def secrets() -> Call[SecretList]:
+    return _get("/api/secrets", SecretList)
+
+
+def set_secret(body: SecretBody) -> Call[SecretInfo]:
+    return _post("/api/secrets", SecretInfo, body)
+
+
+def delete_secret(secret_id: str) -> Call[SecretInfo]:
+    return _post(f"/api/secrets/{_part(secret_id)}/delete", SecretInfo, Asked())
 
 
 def projects() -> Call[ProjectList]:
@@ -210,9 +230,10 @@ class Patience:
         self._left_s, self._url, self._wait_s = seconds, url, _FIRST_WAIT_S
 
     def wait_s(self, why: str, retry_after: str = "") -> float:
-        """Return the seconds until the next try. ControlSilent when the time is over."""
+        """Return the seconds until the next try, which the server's Retry-After names if there is one. ControlSilent
+        when the time is over, or would be by then."""
         asked = retry_after_s(retry_after) if retry_after else None
-        wait_s = self._wait_s * random.uniform(0.7, 1.3) if asked is None else min(asked, _MOST_WAIT_S)
+        wait_s = self._wait_s * random.uniform(0.7, 1.3) if asked is None else asked
         self._wait_s = min(2 * self._wait_s, _MOST_WAIT_S)
         self._left_s -= max(wait_s, 0.01)
         if self._left_s < 0:

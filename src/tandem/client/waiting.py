@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +14,10 @@ from tandem.client import requests
 from tandem.client.place import Place, find_place
 from tandem.client.pull import Pulled, pull
 from tandem.client.requests import Call, Events, Patience, Reply
-from tandem.errors import SpecError
+from tandem.errors import ControlNotKnown, SpecError
 from tandem.shapes.runs import (
     AttemptInfo,
+    AuditInfo,
     EventInfo,
     FileInfo,
     KeyBody,
@@ -28,6 +29,8 @@ from tandem.shapes.runs import (
     RunInfo,
     RunPage,
     Scope,
+    SecretBody,
+    SecretInfo,
     SubmitBody,
     TargetInfo,
     UsageInfo,
@@ -79,11 +82,12 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
         project: str = "default",
         group: str = "",
         retries: int = 3,
+        secrets: Sequence[str] = (),
     ) -> AsyncRemoteRun:
         """Queue a run of a spec: a TOML file's path, or a dict of the same tables."""
         body = SubmitBody(
             spec_toml=requests.spec_text(spec), target=target, max_cost_usd=max_cost_usd, name=name, project=project,
-            group=group, retries=retries,
+            group=group, retries=retries, secrets=list(secrets),
         )  # fmt: skip
         return AsyncRemoteRun(self, (await self.call(requests.submit(body))).id)
 
@@ -104,11 +108,11 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
                 break
         return found
 
-    async def usage(self) -> AsyncIterator[UsageInfo]:
-        """Yield what each attempt used."""
+    async def usage(self, *, since: int = 0, until: int = 0) -> AsyncIterator[UsageInfo]:
+        """Yield what each closed attempt used. `since`, `until`: milliseconds since 1970, for when they ended."""
         after = ""
         while True:
-            page = await self.call(requests.usage(after))
+            page = await self.call(requests.usage(after, since, until))
             for each in page.items:
                 yield each
             if not (after := page.next):
@@ -126,6 +130,31 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
 
     async def revoke_key(self, key_id: str) -> KeyInfo:
         return await self.call(requests.revoke_key(key_id))
+
+    async def secrets(self) -> list[SecretInfo]:
+        """Return the secrets, without their values."""
+        return (await self.call(requests.secrets())).items
+
+    async def set_secret(self, name: str, value: str, *, project: str = "") -> SecretInfo:
+        """Make a secret, or give it a new value. `project`: only its runs get it; default: every project's."""
+        return await self.call(requests.set_secret(SecretBody(name=name, value=value, project=project)))
+
+    async def delete_secret(self, name: str, *, project: str = "") -> SecretInfo:
+        found = [each for each in await self.secrets() if (each.name, each.project) == (name, project)]
+        if not found:
+            of = f" of project '{project}'" if project else ""
+            raise ControlNotKnown(f"there is no secret '{name}'{of}", status=404, field="secret")
+        return await self.call(requests.delete_secret(found[0].id))
+
+    async def audit(self) -> AsyncIterator[AuditInfo]:
+        """Yield who did what, the oldest first."""
+        after = ""
+        while True:
+            page = await self.call(requests.audit(after))
+            for each in page.items:
+                yield each
+            if not (after := page.next):
+                return
 
     async def projects(self) -> list[ProjectInfo]:
         return (await self.call(requests.projects())).items

@@ -34,6 +34,11 @@ WAITS_MS = (5_000, 300_000)
 """Before the first further attempt, and at most; doubled in between."""
 POLL_MS = 1_000
 """Between two passes of the loop."""
+KILL_MS = 12_000
+"""Before a run would have cost what it may, its execution is cancelled: time for GRACE_MS, for the provider to end what
+did not end by itself, and for a poll."""
+SAVE_MS = 300_000
+"""Before that it is asked to save and end: this long before, or a tenth of the time that it can pay for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class RunView:
     spent_usd: float = 0.0
     """By closed attempts."""
     spec_toml: str = field(default="", repr=False)
+    usd_per_hour: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,7 @@ def decide(run: RunView, attempt: AttemptView | None, sights: Sequence[Sight] | 
     if attempt is None or attempt.state == "closed":
         if run.want != "run":
             return Move(_as_wanted(run.want))
-        if 0 < run.max_cost_usd <= run.spent_usd:
+        if not pays_for_more(run.max_cost_usd - run.spent_usd, run.max_cost_usd, run.usd_per_hour):
             return Move("stopped", _cost_reached(run, "stop"))
         return Open(run.attempt_n + 1) if now >= run.wait_until else Rest()
     if attempt.end is not None:
@@ -160,15 +166,28 @@ def decide(run: RunView, attempt: AttemptView | None, sights: Sequence[Sight] | 
 
 
 def wanted(run: RunView, attempt: AttemptView, now: int) -> tuple[Want, int]:
-    """Return what the execution should do, and since when: what the owner wants, or to stop since the next poll would
-    spend more than the run may cost."""
-    if run.want != "run":
+    """Return what the execution should do, and since when: what the owner wants, or what the run's costs demand. `stop`
+    saves first, and may take minutes; so `cancel` follows early enough that the run never costs more than it may."""
+    by_cost, due = _wanted_by_cost(run, attempt, now)
+    if run.want == "cancel" or (run.want == "stop" and by_cost != "cancel"):
         return run.want, run.wanted_at
-    if run.max_cost_usd and attempt.usd_per_hour and attempt.claimed_at:
-        left_ms = (run.max_cost_usd - run.spent_usd) / attempt.usd_per_hour * 3_600_000
-        if now >= (due := attempt.claimed_at + int(left_ms) - POLL_MS):
-            return "stop", due
-    return "run", 0
+    return by_cost, due
+
+
+def pays_for_more(left_usd: float, max_cost_usd: float, usd_per_hour: float) -> bool:
+    """Return whether what is left pays for an execution that has to be cancelled before it is spent."""
+    return not max_cost_usd or (left_usd > 0 and left_usd * 3_600_000 > KILL_MS * usd_per_hour)
+
+
+def _wanted_by_cost(run: RunView, attempt: AttemptView, now: int) -> tuple[Want, int]:
+    if not (run.max_cost_usd and attempt.usd_per_hour and attempt.claimed_at):
+        return "run", 0
+    left_ms = int((run.max_cost_usd - run.spent_usd) / attempt.usd_per_hour * 3_600_000)
+    cancel_at = attempt.claimed_at + left_ms - KILL_MS
+    stop_at = cancel_at - min(SAVE_MS, left_ms // 10)
+    if now >= cancel_at:
+        return "cancel", cancel_at
+    return ("stop", stop_at) if now >= stop_at else ("run", 0)
 
 
 def _unclaimed(run: RunView, attempt: AttemptView, sights: Sequence[Sight] | None, now: int) -> Step:
@@ -195,7 +214,7 @@ def _claimed(run: RunView, attempt: AttemptView, sights: Sequence[Sight] | None,
     gone = sights is not None and not _alive(sights)
     if want != "run":
         if gone and (sights or lapsed):
-            return Close(_as_wanted(want), _cost_reached(run, want))
+            return Close(_as_wanted(run.want), _cost_reached(run, want))
         return _end_jobs(sights) if now - since > GRACE_MS[want] else Rest()
     if gone and lapsed:
         return _again(run, f"its machine ended it, and its lease ran out: {_told(sights or ())}", now)
@@ -209,7 +228,7 @@ def _after_its_end(run: RunView, attempt: AttemptView, end: Ending, now: int) ->
         return Close("succeeded")
     want, _ = wanted(run, attempt, now)
     if want != "run":
-        return Close(_as_wanted(want), _cost_reached(run, want))
+        return Close(_as_wanted(run.want), _cost_reached(run, want))
     if end.state == "stopped":
         return _again(run, "its machine asked it to end", now)
     return _again(run, end.why, now) if end.retriable else Close("failed", end.why)
@@ -237,6 +256,7 @@ def _told(sights: Sequence[Sight]) -> str:
 
 
 def _as_wanted(want: Want) -> EndState:
+    """Return how a run ends that its owner wants to end so; one that its costs end is stopped, and can be resumed."""
     return "cancelled" if want == "cancel" else "stopped"
 
 

@@ -16,18 +16,21 @@ from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy import exc
+from sqlalchemy.orm import Session
 
 from tandem.control import migrate
+from tandem.control.audit import HEAD_FILE, AuditLog, Verified, leave_note
 from tandem.control.decide import ENDED
+from tandem.control.sealing import MASTER_FILE
 from tandem.control.store import FILE, Store
-from tandem.control.tables import Attempt, Run
+from tandem.control.tables import Attempt, Run, Usage
 from tandem.control.tokens import SECRET_FILE
 from tandem.errors import SpecError, StoreError, StoreOwned
 from tandem.io import atomic_write
 from tandem.io.sqlite_store import owned
 
 MIRRORS = "runs"
-_SMALL = (SECRET_FILE, "token")
+_SMALL = (SECRET_FILE, MASTER_FILE, "token", HEAD_FILE)
 _ROOM_BYTES = 2**30
 
 
@@ -57,6 +60,7 @@ def backup(data_dir: Path, to: Path, *, mirrors: bool) -> int:
             shutil.copytree(data_dir / MIRRORS, fresh / MIRRORS, ignore=shutil.ignore_patterns(".*.tmp"))
         _copy_database(data_dir / FILE, fresh / FILE)
         os.chmod(fresh, atomic_write.PRIVATE)
+    leave_note(data_dir, "control backup", to=to)
     return sum(path.stat().st_size for path in to.rglob("*") if path.is_file())
 
 
@@ -73,16 +77,37 @@ def restore(source: Path, data_dir: Path) -> str:
     with atomic_write.directory(data_dir) as fresh:
         shutil.copytree(source, fresh, dirs_exist_ok=True)
         os.chmod(fresh, atomic_write.PRIVATE)
-    return upgrade(data_dir, "")[1]
+    leave_note(data_dir, "control restore", source=source)
+    return _upgraded(data_dir, "")
 
 
 def upgrade(data_dir: Path, database: str) -> tuple[str, str]:
     """Bring the database to this release's tables; return its revisions before and after. `tandem control serve` does
     the same when it starts."""
-    before = "" if database else _revision(data_dir / FILE)
-    store = Store(data_dir, database)
-    store.close()
-    return before, migrate.head()
+    before, after = "" if database else _revision(data_dir / FILE), _upgraded(data_dir, database)
+    if before != after:
+        leave_note(data_dir, "control upgrade", before=before, after=after)
+    return before, after
+
+
+def _upgraded(data_dir: Path, database: str) -> str:
+    Store(data_dir, database).close()
+    return migrate.head()
+
+
+def verify(data_dir: Path, database: str) -> Verified:
+    """Check that the audit log is as it was written. Nothing is changed."""
+    secret = data_dir / SECRET_FILE
+    if not secret.exists() or not (database or (data_dir / FILE).exists()):
+        raise SpecError(f"--data-dir = '{data_dir}': name the directory of `tandem control serve`, and its --database")
+    engine = sa.create_engine(database or f"sqlite:///{data_dir / FILE}")
+    try:
+        with Session(engine) as session:
+            return AuditLog(secret.read_bytes(), data_dir).verify(session)
+    except exc.DBAPIError as error:
+        raise StoreError(f"the database does not answer: {error.orig}") from error
+    finally:
+        engine.dispose()
 
 
 def doctor(data_dir: Path, database: str) -> Iterator[Check]:
@@ -105,7 +130,11 @@ def doctor(data_dir: Path, database: str) -> Iterator[Check]:
     if not database and (problem := _integrity(data_dir / FILE)):
         yield Check("database", False, f"damaged: {problem}; restore a backup")
         return
-    yield from _database(sa.create_engine(database or f"sqlite:///{data_dir / FILE}"))
+    checks = list(_database(sa.create_engine(database or f"sqlite:///{data_dir / FILE}")))
+    yield from checks
+    if all(each.ok for each in checks) and (data_dir / SECRET_FILE).exists():
+        audit = verify(data_dir, database)
+        yield Check("audit log", not audit.problem, audit.problem or f"{audit.rows} rows, as they were written")
 
 
 def _database(engine: sa.Engine) -> Iterator[Check]:
@@ -118,11 +147,35 @@ def _database(engine: sa.Engine) -> Iterator[Check]:
                 return
             live = connection.scalar(sa.select(sa.func.count()).where(Run.state.not_in(ENDED)))
             claimed = connection.scalar(sa.select(sa.func.count()).where(Attempt.state == "claimed"))
+            wrong = uncounted(connection)
+            yield Check("usage", not wrong, wrong or "the seconds of every closed attempt, once")
             yield Check("runs", True, f"{live} on their way, {claimed} of them on a machine")
     except exc.DBAPIError as error:
         yield Check("database", False, f"does not answer: {error.orig}")
     finally:
         engine.dispose()
+
+
+def uncounted(connection: sa.Connection) -> str:
+    """Return which attempt's seconds are not those of its row of usage; empty if all are."""
+    ended = sa.case((Attempt.ended_at > 0, Attempt.ended_at), else_=sa.func.min(Attempt.closed_at, Attempt.lease_until))
+    if connection.dialect.name == "postgresql":
+        ended = sa.case(
+            (Attempt.ended_at > 0, Attempt.ended_at), else_=sa.func.least(Attempt.closed_at, Attempt.lease_until)
+        )
+    used = sa.case((ended > Attempt.claimed_at, ended - Attempt.claimed_at), else_=0)
+    other = sa.func.coalesce(Usage.ended - Usage.began, -1) != used
+    asked = (
+        sa.select(Attempt.id)
+        .outerjoin(Usage, Usage.key == Attempt.id + ":compute")
+        .where(Attempt.state == "closed", Attempt.claimed_at > 0, other)
+    )
+    if (attempt := connection.scalar(asked.limit(1))) is not None:
+        return f"attempt {attempt} is not counted with its seconds"
+    rows = connection.scalar(sa.select(sa.func.count()).select_from(Usage)) or 0
+    closed = sa.select(sa.func.count()).where(Attempt.state == "closed", Attempt.claimed_at > 0)
+    count = connection.scalar(closed) or 0
+    return "" if rows == count else f"{rows} rows for {count} attempts"
 
 
 def _copy_database(source: Path, to: Path) -> None:

@@ -13,7 +13,7 @@ from tandem.control import transitions
 from tandem.control.callers import Caller
 from tandem.control.decide import ENDED
 from tandem.control.ids import new_id
-from tandem.control.tables import Attempt, Event, Key, Org, Project, Run, Usage
+from tandem.control.tables import Attempt, Event, Key, Org, Project, Run, Secret, Usage
 from tandem.errors import NotKnown
 from tandem.shapes.runs import (
     RUN_ID,
@@ -24,6 +24,7 @@ from tandem.shapes.runs import (
     OrgInfo,
     ProjectInfo,
     RunInfo,
+    SecretInfo,
     UsageInfo,
 )
 
@@ -84,7 +85,7 @@ def _infos(session: Session, runs: Sequence[Run], now: int) -> list[RunInfo]:
                 id=run.id, name=run.name, project=projects.get(run.project, ""), group=run.group, target=run.target,
                 state=cast("Any", run.state), want=cast("Any", run.want), why=run.why, at=run.at,
                 ended_at=run.ended_at, attempt=run.attempt_n, max_cost_usd=run.max_cost_usd,
-                cost_usd=spent.get(run.id, 0.0) + under_way,
+                cost_usd=spent.get(run.id, 0.0) + under_way, secrets=tuple(run.secrets),
             )
         )  # fmt: skip
     return found
@@ -136,13 +137,24 @@ def attempts(session: Session, caller: Caller, run_id: str) -> list[AttemptInfo]
     ]  # fmt: skip
 
 
-def usage_page(session: Session, caller: Caller, after: str, limit: int) -> list[UsageInfo]:
-    """Return what attempts used, in the order of their keys, so that an export can go on where it was."""
-    asked = sa.select(Usage).join(Run, Run.id == Usage.run).where(*_seen_by(caller), Usage.key > after)
+def usage_page(
+    session: Session, caller: Caller, after: str, limit: int, since: int = 0, until: int = 0
+) -> list[UsageInfo]:
+    """Return what attempts used, in the order of their keys, so that an export can go on where it was. `since`,
+    `until`: only of attempts that ended from the one time on and before the other; 0: no limit."""
+    asked = sa.select(Usage, Run.name, Project.name).join(Run, Run.id == Usage.run)
+    asked = asked.join(Project, Project.id == Run.project, isouter=True)
+    asked = asked.where(*_seen_by(caller), Usage.key > after, Usage.ended >= since)
+    if until:
+        asked = asked.where(Usage.ended < until)
+    found = session.execute(asked.order_by(Usage.key).limit(limit))
     return [
-        UsageInfo(key=each.key, run=each.run, kind=each.kind, began=each.began, ended=each.ended, usd=each.usd)
-        for each in session.scalars(asked.order_by(Usage.key).limit(limit))
-    ]
+        UsageInfo(
+            key=each.key, run=each.run, run_name=name, project=project or "", kind=each.kind, began=each.began,
+            ended=each.ended, usd=each.usd,
+        )
+        for each, name, project in found
+    ]  # fmt: skip
 
 
 # --- orgs, projects and keys
@@ -208,6 +220,14 @@ def key_info(session: Session, row: Key, key: str = "") -> KeyInfo:
     return KeyInfo(
         id=row.id, name=row.name, scopes=cast("Any", row.scopes), project="" if project is None else project.name,
         at=row.at, expires_at=row.expires_at, revoked_at=row.revoked_at, key=key,
+    )  # fmt: skip
+
+
+def secret_info(session: Session, row: Secret) -> SecretInfo:
+    project = session.get(Project, row.project) if row.project else None
+    return SecretInfo(
+        id=row.id, name=row.name, project="" if project is None else project.name, at=row.at,
+        changed_by=row.changed_by, version=row.version,
     )  # fmt: skip
 
 

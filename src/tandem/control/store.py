@@ -45,7 +45,9 @@ FILE = "control.sqlite3"
 
 @dataclass
 class _Write:
-    change: Callable[[Session], Any]
+    change: Callable[[Any], Any]
+    plain: bool = False
+    """It takes the connection, not a session."""
     future: concurrent.futures.Future[Any] = field(default_factory=lambda: concurrent.futures.Future[Any]())
     result: Any = None
 
@@ -85,9 +87,11 @@ class Store:
 
     async def write(self, change: Callable[[Session], T]) -> T:
         """Make a change; return its result once it is committed. A change may run after its caller was cancelled."""
-        write = _Write(change)
-        self._writes.put(write)
-        return await asyncio.wrap_future(write.future)
+        return await self._written(_Write(change))
+
+    async def write_plain(self, change: Callable[[sa.Connection], T]) -> T:
+        """The same for a change that is made all the time, without a session: one costs more than its statements."""
+        return await self._written(_Write(change, plain=True))
 
     async def read(self, query: Callable[[Session], T]) -> T:
         """Ask a question about committed data, on a thread."""
@@ -100,6 +104,10 @@ class Store:
             self._thread.join()
         self._drop()
         self._held.close()
+
+    async def _written(self, write: _Write) -> Any:
+        self._writes.put(write)
+        return await asyncio.wrap_future(write.future)
 
     def _ask(self, query: Callable[[Session], T]) -> T:
         try:
@@ -141,6 +149,9 @@ class Store:
             each.future.set_result(each.result)
 
     def _apply(self, connection: sa.Connection, write: _Write) -> None:
+        if write.plain:
+            write.result = write.change(connection)
+            return
         with Session(connection, join_transaction_mode="rollback_only", expire_on_commit=False) as session:
             write.result = write.change(session)
             session.commit()  # flushes; the transaction is the batch's
@@ -148,6 +159,10 @@ class Store:
     def _apply_alone(self, connection: sa.Connection, write: _Write) -> bool:
         """Make a change. Return False if it raised: then it was undone, and its caller gets the error."""
         try:
+            if write.plain:
+                with connection.begin_nested():
+                    write.result = write.change(connection)
+                return True
             with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as session:
                 write.result = write.change(session)
                 session.commit()  # releases the savepoint
@@ -191,8 +206,8 @@ class Store:
 
 def _engine(url: str) -> sa.Engine:
     if not url.startswith("sqlite"):
-        return sa.create_engine(url, pool_pre_ping=True)
-    engine = sa.create_engine(url, connect_args={"timeout": 30})
+        return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)  # errors are logged, and told to callers
+    engine = sa.create_engine(url, connect_args={"timeout": 30}, hide_parameters=True)
 
     @event.listens_for(engine, "connect")
     def settings(connection: sqlite3.Connection, _: Any) -> None:  # pyright: ignore[reportUnusedFunction]

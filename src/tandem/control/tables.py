@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    Text,
+    UniqueConstraint,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 _ID, _NAME = String(40), String(120)
@@ -55,6 +66,42 @@ class Key(Base):
     revoked_at: Mapped[int] = mapped_column(BigInteger)
 
 
+class Secret(Base):
+    """A variable for the trainers of runs, sealed (sealing.py). Its value is in no answer but that to a claim."""
+
+    __tablename__ = "secrets"
+    __table_args__ = (UniqueConstraint("org", "project", "name", name="one_secret_a_name"),)
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    project: Mapped[str] = mapped_column(_ID)
+    """The only project whose runs get it; empty: every project of its org."""
+    name: Mapped[str] = mapped_column(_NAME)
+    at: Mapped[int] = mapped_column(BigInteger)
+    """When its value was set last."""
+    changed_by: Mapped[str] = mapped_column(_ID)
+    version: Mapped[int] = mapped_column(Integer)
+    master: Mapped[str] = mapped_column(String(16))
+    wrapped: Mapped[bytes] = mapped_column(LargeBinary)
+    content: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class AuditRow(Base):
+    """Who did what (audit.py). A trigger refuses to change or delete a row."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index("audit_by_org", "org", "n"),)
+    n: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at: Mapped[int] = mapped_column(BigInteger)
+    org: Mapped[str] = mapped_column(_ID)
+    """Empty: of the whole server."""
+    actor: Mapped[str] = mapped_column(_NAME)
+    action: Mapped[str] = mapped_column(_NAME)
+    item: Mapped[str] = mapped_column(_NAME)
+    told: Mapped[str] = mapped_column(Text)
+    """JSON, as its MAC was made of it."""
+    mac: Mapped[str] = mapped_column(String(64))
+
+
 class Answered(Base):
     """The answer to a write, by its caller and idempotency key, so that a repeated write gets the same answer."""
 
@@ -88,6 +135,8 @@ class Run(Base):
     target: Mapped[str] = mapped_column(_NAME)
     usd_per_hour: Mapped[float] = mapped_column(Float)
     max_cost_usd: Mapped[float] = mapped_column(Float)
+    secrets: Mapped[list[str]] = mapped_column(JSON)
+    """The names of the secrets that its trainer gets."""
     retries: Mapped[int] = mapped_column(Integer)
     """New attempts that the loop may begin after failures, for each submit or resume."""
     retries_left: Mapped[int] = mapped_column(Integer)

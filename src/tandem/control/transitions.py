@@ -13,9 +13,10 @@ from typing import Any, Literal, cast
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, wanted
+from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, pays_for_more, wanted
 from tandem.control.ids import new_id
 from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
+from tandem.control.vault import check_there
 from tandem.errors import Conflict, Fenced, NotKnown
 from tandem.types import Handle
 
@@ -42,6 +43,7 @@ class Submitted:
     usd_per_hour: float = 0.0
     max_cost_usd: float = 0.0
     retries: int = 3
+    secrets: tuple[str, ...] = ()
 
 
 def make_org(session: Session, name: str, now: int) -> str:
@@ -54,8 +56,17 @@ def make_org(session: Session, name: str, now: int) -> str:
 
 
 def submit(session: Session, asked: Submitted, now: int) -> str:
-    """Queue a run; return its id. Conflict if its project's budget or number of runs does not allow it."""
+    """Queue a run; return its id. Conflict if its project's budget or number of runs does not allow it, or
+    if a secret that it names is not there."""
+    if not pays_for_more(asked.max_cost_usd, asked.max_cost_usd, asked.usd_per_hour):
+        seconds = asked.max_cost_usd / asked.usd_per_hour * 3600
+        raise Conflict(
+            f"max_cost_usd = {asked.max_cost_usd:g}: pays for {seconds:.0f} s on '{asked.target}' "
+            f"({asked.usd_per_hour:g} USD an hour), too little for a run; give more",
+            field="max_cost_usd",
+        )
     _check_room(session, asked.project, asked.max_cost_usd)
+    check_there(session, asked.org, asked.project, asked.secrets)
     run = Run(
         id=new_id("run"), at=now, **asdict(asked), retries_left=asked.retries, want="run", wanted_at=now,
         state="queued", why="", wait_until=0, attempt_n=0, event_n=0, rev=0, ended_at=0,
@@ -111,6 +122,7 @@ def resume(session: Session, org: str, run_id: str, now: int) -> None:
     run = _run(session, org, run_id)
     if run.state not in ENDED or run.state == "succeeded":
         raise Conflict(f"run '{run_id}' is {run.state}; only one that stopped, failed or was cancelled can be resumed")
+    check_there(session, org, run.project, run.secrets)
     _check_room(session, run.project, max(0.0, run.max_cost_usd - spent_by_run(session, [run.id]).get(run.id, 0.0)))
     fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
     _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, retries_left=run.retries, **fresh)
@@ -119,8 +131,8 @@ def resume(session: Session, org: str, run_id: str, now: int) -> None:
 # --- an agent
 
 
-def claim(session: Session, attempt_id: str, instance: str, now: int) -> None:
-    """Claim an attempt for one execution. Asking again as the same one is harmless; Conflict if it is another's, or
+def claim(session: Session, attempt_id: str, instance: str, now: int) -> bool:
+    """Claim an attempt for one execution; return False if it was this one's already. Conflict if it is another's, or
     closed: that execution must end, having touched nothing."""
     won = _set_attempt(
         session, attempt_id, Attempt.state == "open",
@@ -132,26 +144,48 @@ def claim(session: Session, attempt_id: str, instance: str, now: int) -> None:
         raise Conflict(f"attempt '{attempt_id}' {by}; end here, and write nothing")
     if won:
         _tell(session, attempt.run, now, "attempt", n=attempt.n, state="claimed")
+    return won
 
 
-def renew(session: Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int) -> Want:
-    """Renew the lease by a sign of life; return what the execution should do. Fenced if it must end at once."""
-    table = _ATTEMPTS
-    held = sa.and_(table.c.id == attempt_id, table.c.state == "claimed", table.c.claimed_by == instance)
-    moved_at = sa.case((table.c.ticks == ticks, table.c.moved_at), else_=now)
-    renewed = sa.update(table).where(held, table.c.ended_at == 0)
-    renewed = renewed.values(lease_until=now + LEASE_MS, limit_ms=limit_ms, moved_at=moved_at, ticks=ticks)
-    found = session.execute(renewed.returning(table.c.run, table.c.claimed_at, table.c.usd_per_hour)).one_or_none()
-    if found is None:
-        check_claimed(session, attempt_id, instance)
-        raise Fenced(f"attempt '{attempt_id}' has ended by its own word; write nothing more")
-    spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(_USAGE.c.run == found.run).scalar_subquery()
-    run = session.execute(
-        sa.select(_RUNS.c.want, _RUNS.c.wanted_at, _RUNS.c.max_cost_usd, spent).where(_RUNS.c.id == found.run)
-    ).one()
-    view = RunView(
-        found.run, "running", run.want, wanted_at=run.wanted_at, max_cost_usd=run.max_cost_usd, spent_usd=run[3] or 0.0
+def _renewal() -> sa.Executable:
+    """The statement of `renew`, made once: making it costs more than running it."""
+    held, runs, given = _ATTEMPTS.c, _RUNS.c, sa.bindparam
+    by_this = sa.and_(
+        held.id == given("attempt"), held.state == "claimed", held.claimed_by == given("instance"), held.ended_at == 0
     )
+    moved_at = sa.case((held.ticks == given("new_ticks"), held.moved_at), else_=given("now", type_=sa.BigInteger()))
+    renewed = sa.update(_ATTEMPTS).where(by_this).values(
+        lease_until=given("until"), limit_ms=given("limit"), moved_at=moved_at, ticks=given("new_ticks")
+    )  # fmt: skip
+    of_run = [
+        sa.select(column).where(runs.id == held.run).correlate(_ATTEMPTS).scalar_subquery().label(column.name)
+        for column in (runs.want, runs.wanted_at, runs.max_cost_usd)
+    ]
+    spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(_USAGE.c.run == held.run).correlate(_ATTEMPTS).scalar_subquery()
+    return renewed.returning(held.run, held.claimed_at, held.usd_per_hour, *of_run, spent.label("spent"))
+
+
+_RENEWAL = _renewal()
+
+
+def renew(
+    connection: sa.Connection | Session, attempt_id: str, instance: str, ticks: int, limit_ms: int, now: int
+) -> Want:
+    """Renew the lease by a sign of life; return what the execution should do. Fenced if it must end at once."""
+    given = {
+        "attempt": attempt_id, "instance": instance, "new_ticks": ticks, "limit": limit_ms, "now": now,
+        "until": now + LEASE_MS,
+    }  # fmt: skip
+    found = connection.execute(_RENEWAL, given).one_or_none()
+    if found is None:
+        held = sa.select(_ATTEMPTS.c.claimed_by).where(_ATTEMPTS.c.id == attempt_id, _ATTEMPTS.c.state == "claimed")
+        if connection.execute(held).scalar_one_or_none() != instance:
+            raise _fenced(attempt_id)
+        raise Fenced(f"attempt '{attempt_id}' has ended by its own word; write nothing more")
+    view = RunView(
+        found.run, "running", found.want, wanted_at=found.wanted_at, max_cost_usd=found.max_cost_usd,
+        spent_usd=found.spent or 0.0,
+    )  # fmt: skip
     attempt = AttemptView(attempt_id, 0, "", "claimed", claimed_at=found.claimed_at, usd_per_hour=found.usd_per_hour)
     return wanted(view, attempt, now)[0]
 
@@ -161,10 +195,12 @@ def check_claimed(session: Session, attempt_id: str, instance: str) -> None:
     _claimed_by(session, attempt_id, instance)
 
 
-def end(session: Session, attempt_id: str, instance: str, ending: Ending, now: int) -> None:
-    """Write how the claimed execution ended. The first word counts; Fenced if the attempt was closed before."""
-    if _claimed_by(session, attempt_id, instance).end is None:
-        _set_attempt(session, attempt_id, Attempt.state == "claimed", end=asdict(ending), ended_at=now)
+def end(session: Session, attempt_id: str, instance: str, ending: Ending, now: int) -> bool:
+    """Write how the claimed execution ended; return False if it said so before: the first word counts. Fenced if the
+    attempt was closed before."""
+    if _claimed_by(session, attempt_id, instance).end is not None:
+        return False
+    return _set_attempt(session, attempt_id, Attempt.state == "claimed", end=asdict(ending), ended_at=now)
 
 
 # --- the loop
@@ -254,7 +290,7 @@ def close(
 def view_of_run(row: Run, spent_usd: float) -> RunView:
     return RunView(
         row.id, cast("RunState", row.state), cast("Want", row.want), row.rev, row.attempt_n, row.retries,
-        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml,
+        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml, row.usd_per_hour,
     )  # fmt: skip
 
 
@@ -294,8 +330,12 @@ def _attempt(session: Session, attempt_id: str) -> Attempt:
 def _claimed_by(session: Session, attempt_id: str, instance: str) -> Attempt:
     attempt = _attempt(session, attempt_id)
     if attempt.state != "claimed" or attempt.claimed_by != instance:
-        raise Fenced(f"attempt '{attempt_id}' was closed or is another execution's; end here, and write nothing more")
+        raise _fenced(attempt_id)
     return attempt
+
+
+def _fenced(attempt_id: str) -> Fenced:
+    return Fenced(f"attempt '{attempt_id}' was closed or is another execution's; end here, and write nothing more")
 
 
 def _set_run(session: Session, run_id: str, rev: int, now: int, kind: str, body: dict[str, Any], **values: Any) -> None:

@@ -14,13 +14,16 @@ from urllib.parse import urlsplit
 from tandem.build.targets import AnyTarget, open_provider, read_targets
 from tandem.control import queries
 from tandem.control.api.requests import Plane
-from tandem.control.api.service import control_service
+from tandem.control.api.service import REQUESTS_PER_S, control_service
+from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.decide import AttemptView, RunView
 from tandem.control.mirror import Mirror
 from tandem.control.reconcile import Reconciler
+from tandem.control.sealing import MasterKeys, read_master_keys
 from tandem.control.store import Store
 from tandem.control.tokens import attempt_secret, attempt_token
+from tandem.control.vault import wrap_all_again
 from tandem.errors import SpecError
 from tandem.recipes.run_needs import need_of
 from tandem.recipes.targets import ask_targets
@@ -34,27 +37,39 @@ from tandem.types import Job, Need
 MIRRORS = "runs"
 
 
-def serve_control(listen: Listen, *, database: str = "", targets: str | Path | None = None, url: str = "") -> None:
+def serve_control(
+    listen: Listen,
+    *,
+    database: str = "",
+    targets: str | Path | None = None,
+    url: str = "",
+    secrets_key_file: str | Path | None = None,
+    requests_per_s: float = REQUESTS_PER_S,
+) -> None:
     """Serve until SIGTERM or Ctrl-C; runs go on meanwhile. `database`: of PostgreSQL; default: SQLite in the data
     directory. `targets`: the file of targets. `url`: where the targets' machines reach this server; default: where it
-    listens."""
+    listens. `secrets_key_file`: the master keys of secrets; default: the data directory's own.
+    `requests_per_s`: that each key may send; 0: no limit."""
     known = read_targets(None if targets is None else Path(targets))
     token, secret = listen.token(), attempt_secret(listen.data_dir)
+    keys = read_master_keys(listen.data_dir, None if secrets_key_file is None else Path(secrets_key_file))
     store = Store(listen.data_dir, database)
+    asyncio.run(store.write(lambda session: wrap_all_again(session, keys)))
     served: list[Server] = []
 
     def own_url() -> str:
         return url.rstrip("/") or (served[0].url if served else "")
 
     loop = _loop(store, known, secret, own_url)
-    plane = _plane(store, known, token, secret, listen.data_dir, loop)
+    plane = _plane(store, known, token, secret, keys, listen.data_dir, loop)
 
     async def run() -> None:
         while not own_url():  # a free port is known only once the socket is open
             await asyncio.sleep(0.02)
         await loop.run()
 
-    app = create_app(control_service(plane, run, loop.close), token="", hosts=allowed_hosts(listen, url))
+    service = control_service(plane, run, loop.close, requests_per_s=requests_per_s)
+    app = create_app(service, token="", hosts=allowed_hosts(listen, url))
     gc.collect()
     gc.freeze()
     served.append(Server(app, listen, print, FastHttp))
@@ -71,7 +86,13 @@ def allowed_hosts(listen: Listen, url: str) -> frozenset[str] | None:
 
 
 def _plane(
-    store: Store, targets: Mapping[str, AnyTarget], token: str, secret: bytes, data_dir: Path, loop: Reconciler
+    store: Store,
+    targets: Mapping[str, AnyTarget],
+    token: str,
+    secret: bytes,
+    keys: MasterKeys,
+    data_dir: Path,
+    loop: Reconciler,
 ) -> Plane:
     org = asyncio.run(store.write(lambda session: queries.make_org(session, "default", now_ms()))).id
     callers = Callers(token, secret, org, asyncio.run(store.read(all_keys)), now_ms)
@@ -86,7 +107,8 @@ def _plane(
         ]  # fmt: skip
 
     prices = {name: each.usd_per_hour for name, each in targets.items()}
-    return Plane(store, Mirror(data_dir / MIRRORS, store), callers, now_ms, prices, offers, loop.wake)
+    mirror, audit = Mirror(data_dir / MIRRORS, store), AuditLog(secret, data_dir)
+    return Plane(store, mirror, callers, keys, audit, now_ms, prices, offers, loop.wake)
 
 
 def _loop(store: Store, targets: Mapping[str, AnyTarget], secret: bytes, url: Callable[[], str]) -> Reconciler:

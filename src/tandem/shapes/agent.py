@@ -73,7 +73,7 @@ class Claimed(Answer):
     """The run's name."""
     spec_toml: str
     """The whole spec, with absolute defaults filled in by the submitter; `tandem train` reads it as it is."""
-    secrets: dict[str, str] = Field(default_factory=dict)
+    secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     """Variables for the environment of the trainer's process, and for nothing else: no file, argv or log."""
     lease_s: float
     """The control plane closes the attempt after this long without a sign of life."""

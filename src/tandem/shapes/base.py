@@ -15,10 +15,11 @@ class Asked(BaseModel):
         use_attribute_docstrings=True,
         ser_json_bytes="base64",
         val_json_bytes="base64",
+        hide_input_in_errors=True,  # it may be a secret
     )
 
 
 class Answer(BaseModel):
     """A response's body. Unknown fields are ignored: a newer server may add some."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True, hide_input_in_errors=True)

@@ -9,17 +9,28 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from tandem.shapes.base import Answer, Asked
 
 RUN_ID = re.compile(r"run_[a-z2-7]{26}")
 ENDED = ("succeeded", "failed", "cancelled", "stopped")
 
+
+def _free_name(name: str) -> str:
+    if name.startswith(("TANDEM_", "PYTHON", "LD_")) or name in ("PATH", "HOME"):
+        raise ValueError("is a variable that the machine or Tandem sets; take another name")
+    return name
+
+
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}$")]
-Scope = Literal["runs:read", "runs:write", "keys", "admin"]
-"""runs:read: see runs. runs:write: submit, cancel, resume. keys: make and revoke keys. admin: make projects."""
-SCOPES: tuple[Scope, ...] = ("runs:read", "runs:write", "keys", "admin")
+Scope = Literal["runs:read", "runs:write", "keys", "secrets", "admin"]
+"""runs:read: see runs. runs:write: submit, cancel, resume. keys: make and revoke keys. secrets: set and delete secrets,
+and list their names. admin: make projects, and read the audit log."""
+SCOPES: tuple[Scope, ...] = ("runs:read", "runs:write", "keys", "secrets", "admin")
+SecretName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]{0,99}$"), AfterValidator(_free_name)]
+SecretValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=30_000)]
+"""Of an environment variable, which cannot hold the character 0."""
 Usd = Annotated[float, Field(ge=0, le=1e9)]
 Millis = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -38,6 +49,8 @@ class SubmitBody(Asked):
     """The run is stopped before it costs more; 0: no limit."""
     retries: int = Field(default=3, ge=0, le=100)
     """Further attempts after failures that may pass."""
+    secrets: list[SecretName] = Field(default=[], max_length=64)
+    """The names of secrets: variables of the trainer's environment."""
 
 
 class CancelBody(Asked):
@@ -71,6 +84,8 @@ class RunInfo(Answer):
     steps_total: int = 0
     verdict: str = ""
     error: str = ""
+    secrets: tuple[str, ...] = ()
+    """The names of the secrets that its trainer gets."""
 
 
 class RunPage(Answer):
@@ -176,6 +191,33 @@ class KeyList(Answer):
     items: list[KeyInfo]
 
 
+class SecretBody(Asked):
+    """A secret to make, or a new value for the one of this name."""
+
+    name: SecretName
+    """Of the variable in the trainer's environment."""
+    value: SecretValue = Field(repr=False)
+    project: Name | Literal[""] = ""
+    """The only project whose runs get it; empty: every project of the org."""
+
+
+class SecretInfo(Answer):
+    """A secret, without its value, which is in no answer."""
+
+    id: str
+    name: str
+    project: str
+    at: int
+    """When its value was set last."""
+    changed_by: str
+    version: int
+    """Counts its values, from 1."""
+
+
+class SecretList(Answer):
+    items: list[SecretInfo]
+
+
 class ProjectBody(Asked):
     """A project to make, or to change if there is one of this name."""
 
@@ -194,6 +236,26 @@ class ProjectInfo(Answer):
 
 class ProjectList(Answer):
     items: list[ProjectInfo]
+
+
+class AuditInfo(Answer):
+    """One row of the audit log."""
+
+    n: int
+    """Of the whole server: those of other orgs are left out."""
+    at: int
+    actor: str
+    """The id of a key or of an attempt, `operator`, or the user of a command."""
+    action: str
+    item: str
+    """The id of what was made or changed."""
+    told: dict[str, Any]
+    mac: str
+
+
+class AuditPage(Answer):
+    items: list[AuditInfo]
+    next: str = ""
 
 
 class OrgBody(Asked):
@@ -222,9 +284,13 @@ class UsageInfo(Answer):
 
     key: str
     run: str
+    run_name: str = ""
+    project: str = ""
     kind: str
     began: int
+    """When a machine claimed the attempt."""
     ended: int
+    """When its agent said that it ended; without that word, when it was closed or its lease ran out."""
     usd: float
 
 

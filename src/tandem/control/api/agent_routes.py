@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
-from tandem.control import transitions
-from tandem.control.api.requests import Plane, answer, asked, attempt_of
+from tandem.control import transitions, vault
+from tandem.control.api.requests import Plane, answer, asked, attempt_of, note
 from tandem.control.decide import Ending, Want
 from tandem.control.tables import Attempt, Run
 from tandem.errors import NotKnown
@@ -35,20 +36,25 @@ class AgentRoutes:
         run = await self._run_of(attempt)
         now = self.plane.clock()
 
-        def change(session: Session) -> tuple[Attempt, Run]:
-            transitions.claim(session, attempt, body.instance, now)
+        def change(session: Session) -> tuple[Attempt, Run, dict[str, str]]:
+            won = transitions.claim(session, attempt, body.instance, now)
             found = session.get_one(Attempt, attempt)
-            return found, session.get_one(Run, found.run)
+            of_run = session.get_one(Run, found.run)
+            if won:
+                told = {"run": run, "host": body.host, "secrets": of_run.secrets}
+                note(self.plane, session, request, of_run.org, attempt, told, now)
+            return found, of_run, vault.secrets_of(session, self.plane.keys, of_run) if of_run.secrets else {}
 
         async with self.plane.mirror.locks[run]:  # what an attempt before still writes is written first
-            claimed, of_run = await self.plane.store.write(change)
+            claimed, of_run, secrets = await self.plane.store.write(change)
             streams = await self.plane.mirror.streams(run)
         self.plane.wake()
         return answer(
             Claimed(
                 attempt=attempt, run=run, n=claimed.n, name=of_run.name, spec_toml=of_run.spec_toml, lease_s=_LEASE_S,
-                streams=streams,
-            )
+                streams=streams, secrets=secrets,
+            ),
+            headers={"Cache-Control": "no-store"},
         )  # fmt: skip
 
     @speaks(AppendBody, answer=Appended)
@@ -58,11 +64,11 @@ class AgentRoutes:
         body = await asked(request, AppendBody)
         run, sign, now = await self._run_of(attempt), body.sign, self.plane.clock()
 
-        def renew(session: Session) -> Want:
-            return transitions.renew(session, attempt, body.instance, sign.ticks, int(sign.limit_s * 1000), now)
+        def renew(connection: Connection) -> Want:
+            return transitions.renew(connection, attempt, body.instance, sign.ticks, int(sign.limit_s * 1000), now)
 
         async with self.plane.mirror.locks[run]:
-            want = await self.plane.store.write(renew)
+            want = await self.plane.store.write_plain(renew)
             streams = await self.plane.mirror.append(run, body.pieces)
         return answer(Appended(want=want, lease_s=_LEASE_S, streams=streams))
 
@@ -73,13 +79,17 @@ class AgentRoutes:
         body = await asked(request, EndBody)
         run, now = await self._run_of(attempt), self.plane.clock()
         ending = Ending(body.state, body.why.replace("\0", ""), body.retriable)
+
+        def change(session: Session) -> None:
+            if transitions.end(session, attempt, body.instance, ending, now):
+                org = session.get_one(Run, run).org
+                note(self.plane, session, request, org, attempt, {"run": run, "state": body.state}, now)
+
         async with self.plane.mirror.locks[run]:
             await self.plane.store.read(lambda session: transitions.check_claimed(session, attempt, body.instance))
             differ = await self.plane.mirror.differing(run, body.files)
             if not differ:
-                await self.plane.store.write(
-                    lambda session: transitions.end(session, attempt, body.instance, ending, now)
-                )
+                await self.plane.store.write(change)
         self.plane.wake()
         return answer(Ended(written=not differ, differ=differ))
 

@@ -1,13 +1,16 @@
-"""Orgs, projects and keys."""
+"""Orgs, projects, keys, and the audit log."""
 
 from __future__ import annotations
+
+import json
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
 from tandem.control import queries
-from tandem.control.api.requests import Plane, answer, caller_of, written_once
+from tandem.control.api.requests import Nothing, Plane, answer, caller_of, whole, written_once
+from tandem.control.audit import audit_rows
 from tandem.control.callers import Caller
 from tandem.control.ids import new_id
 from tandem.control.tables import Key, Org
@@ -15,8 +18,9 @@ from tandem.control.tokens import hash_of, new_key_token
 from tandem.errors import Conflict, NotKnown
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.refusals import RequestRefused
-from tandem.shapes.base import Asked
 from tandem.shapes.runs import (
+    AuditInfo,
+    AuditPage,
     KeyBody,
     KeyInfo,
     KeyList,
@@ -28,9 +32,7 @@ from tandem.shapes.runs import (
     ProjectList,
 )
 
-
-class Nothing(Asked):
-    """A body without fields."""
+AUDIT_PAGE = 1000
 
 
 class OrgRoutes:
@@ -45,6 +47,7 @@ class OrgRoutes:
         add("/api/keys", self.keys, methods=["GET"])
         add("/api/keys", self.make_key, methods=["POST"], status_code=201)
         add("/api/keys/{id}/revoke", self.revoke, methods=["POST"])
+        add("/api/audit", self.audit, methods=["GET"])
 
     @speaks(answer=Me)
     async def me(self, request: Request) -> Response:
@@ -128,6 +131,22 @@ class OrgRoutes:
         for row in changed:
             self.plane.callers.put(row)
         return JSONResponse(told)
+
+    @speaks(query=("after", "limit"), answer=AuditPage, scope="admin")
+    async def audit(self, request: Request) -> Response:
+        """List who did what in the org, the oldest first; the operator also sees what was done to the server."""
+        caller = _of_whole_org(caller_of(request, "admin"))
+        after, limit = whole(request, "after", 0, 2**53), whole(request, "limit", AUDIT_PAGE, AUDIT_PAGE)
+        orgs = [caller.org, *([""] if caller.is_operator else [])]
+        rows = await self.plane.store.read(lambda session: audit_rows(session, orgs, after, limit))
+        items = [
+            AuditInfo(
+                n=row.n, at=row.at, actor=row.actor, action=row.action, item=row.item, told=json.loads(row.told),
+                mac=row.mac,
+            )
+            for row in rows
+        ]  # fmt: skip
+        return answer(AuditPage(items=items, next=str(items[-1].n) if len(items) == limit else ""))
 
 
 def _operator(caller: Caller) -> None:

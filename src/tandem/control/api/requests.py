@@ -14,9 +14,12 @@ from pydantic import BaseModel, ValidationError
 from sqlalchemy.orm import Session
 from starlette.types import Scope
 
+from tandem.control.audit import AuditLog
 from tandem.control.callers import AgentCaller, Caller, Callers
 from tandem.control.mirror import Mirror
 from tandem.control.once import once
+from tandem.control.rates import RateLimit
+from tandem.control.sealing import MasterKeys
 from tandem.control.store import Store
 from tandem.io.request_key import RequestKey
 from tandem.serve.http.refusals import RequestRefused
@@ -31,6 +34,10 @@ _CALLER = "tandem.caller"
 Body = TypeVar("Body", bound=Asked)
 
 
+class Nothing(Asked):
+    """A body without fields."""
+
+
 @dataclass(frozen=True)
 class Plane:
     """What the routes work on."""
@@ -38,6 +45,9 @@ class Plane:
     store: Store
     mirror: Mirror
     callers: Callers
+    keys: MasterKeys
+    """Seal the secrets."""
+    audit: AuditLog
     clock: Callable[[], int]
     prices: Mapping[str, float]
     """US dollars for an hour, by target."""
@@ -47,14 +57,22 @@ class Plane:
     """Called when a run has changed, so that the loop looks at once."""
 
 
-def authenticate(callers: Callers, authorization: str, scope: Scope) -> None:
-    """Put the caller into the request's scope; 401 if it is not known. Agents and keys have paths of their own."""
+def authenticate(callers: Callers, rate: RateLimit, authorization: str, scope: Scope) -> None:
+    """Put the caller into the request's scope; 401 if it is not known, 429 if it sends too much. Agents and keys have
+    paths of their own. The operator may send as much as it likes."""
     caller = callers.find(authorization)
     of_agents = scope["path"].startswith("/api/attempts/")
     if caller is None or isinstance(caller, AgentCaller) is not of_agents:
         raise RequestRefused(401, "send 'Authorization: Bearer KEY' with a key that is neither revoked nor expired")
     if scope["path"] == "/metrics" and not (isinstance(caller, Caller) and caller.is_operator):
         raise RequestRefused(403, "the metrics are the operator's: use the token in the data directory")
+    if not (isinstance(caller, Caller) and caller.is_operator):
+        wait_s = rate.take(caller.attempt if isinstance(caller, AgentCaller) else caller.key)
+        if wait_s:
+            raise RequestRefused(
+                429, f"this key sends more than {rate.per_s:g} requests a second; send it again after {wait_s:.1f} s",
+                retry_after_s=wait_s,
+            )  # fmt: skip
     scope[_CALLER] = caller
 
 
@@ -95,24 +113,42 @@ def _parsed(body: bytes, kind: type[Body]) -> Body:
 
 
 async def written_once(
-    plane: Plane, request: Request, kind: type[Body], change: Callable[[Session, Body, int], BaseModel]
+    plane: Plane,
+    request: Request,
+    kind: type[Body],
+    change: Callable[[Session, Body, int], BaseModel],
+    *,
+    secret: bool = False,
 ) -> dict[str, Any]:
-    """Make a change of the database for this request's body and idempotency key; return its answer."""
+    """Make a change of the database for this request's body and idempotency key; return its answer. `secret`: the body
+    holds one, so that the database must not get a plain digest of it."""
     caller = caller_of(request)
     key = idempotency_key(request)
-    digest = hashlib.sha256(f"{request.method} {request.url.path}\n".encode() + body_at_hand(request)).digest()
+    content = f"{request.method} {request.url.path}\n".encode() + body_at_hand(request)
+    digest = plane.keys.digest(content) if secret else hashlib.sha256(content).digest()
     body = await asked(request, kind)
     now = plane.clock()
 
     def write(session: Session) -> dict[str, Any]:
         def made(session: Session) -> dict[str, Any]:
-            return change(session, body, now).model_dump(mode="json")
+            told = change(session, body, now).model_dump(mode="json")
+            note(plane, session, request, caller.org, caller.key, told, now)
+            return told
 
         return once(session, caller.key, RequestKey(key, digest), now, made)
 
     answer = await plane.store.write(write)
     plane.wake()
     return answer
+
+
+def note(
+    plane: Plane, session: Session, request: Request, org: str, actor: str, told: Mapping[str, Any], now: int
+) -> None:
+    """Write into the audit log that this request was done."""
+    item = str(told.get("id") or request.path_params.get("id", ""))
+    action = f"{request.method} {request.scope['route'].path}"
+    plane.audit.add(session, now, org=org, actor=actor, action=action, item=item, told=told)
 
 
 def text(request: Request, name: str) -> str:
@@ -133,5 +169,5 @@ def whole(request: Request, name: str, default: int, most: int) -> int:
     return min(int(text), most)
 
 
-def answer(model: BaseModel, status: int = 200) -> Response:
-    return Response(model.model_dump_json(), status, media_type="application/json")
+def answer(model: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(model.model_dump_json(), status, headers, media_type="application/json")

@@ -75,6 +75,7 @@ class RunRoutes:
                 caller.org, body.name or name, body.spec_toml, body.target,
                 project=queries.project_of(session, caller, body.project), group=body.group, created_by=caller.key,
                 usd_per_hour=self.plane.prices[body.target], max_cost_usd=body.max_cost_usd, retries=body.retries,
+                secrets=tuple(sorted(set(body.secrets))),
             )  # fmt: skip
             return queries.run_info(session, caller, transitions.submit(session, submitted, now), now)
 
@@ -213,12 +214,18 @@ class RunRoutes:
         caller_of(request, "runs:read")
         return answer(TargetList(items=list(await self.plane.offers())))
 
-    @speaks(query=("after", "limit"), answer=UsagePage, scope="runs:read")
+    @speaks(query=("after", "limit", "since", "until"), answer=UsagePage, scope="runs:read")
     async def usage(self, request: Request) -> Response:
-        """List what attempts used, once each."""
+        """List what closed attempts used, once each. `since`, `until`: milliseconds since 1970, for when they ended."""
         caller, limit = caller_of(request, "runs:read"), whole(request, "limit", _EVENTS, _EVENTS)
-        after = text(request, "after")
-        found = await self.plane.store.read(lambda session: queries.usage_page(session, caller, after, limit))
+        after, since, until = (
+            text(request, "after"),
+            whole(request, "since", 0, 2**53),
+            whole(request, "until", 0, 2**53),
+        )
+        found = await self.plane.store.read(
+            lambda session: queries.usage_page(session, caller, after, limit, since, until)
+        )
         return answer(UsagePage(items=found, next=found[-1].key if len(found) == limit else ""))
 
 

@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
 from fastapi import APIRouter
 
+from tandem.control import audit
 from tandem.control.api.agent_routes import AgentRoutes
 from tandem.control.api.org_routes import OrgRoutes
 from tandem.control.api.requests import Plane, authenticate
 from tandem.control.api.run_routes import READ_BYTES, RunRoutes
+from tandem.control.api.secret_routes import SecretRoutes
+from tandem.control.rates import RateLimit
 from tandem.control.transitions import LEASE_MS
+from tandem.errors import StoreError
 from tandem.serve.http.service import Service
 from tandem.shapes.agent import APPEND_BYTES, PIECE_BYTES
 
+_log = logging.getLogger(__name__)
+REQUESTS_PER_S = 50.0
+
 
 def control_service(
-    plane: Plane, loop: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]] | None = None
+    plane: Plane,
+    loop: Callable[[], Awaitable[None]],
+    close: Callable[[], Awaitable[None]] | None = None,
+    *,
+    requests_per_s: float = REQUESTS_PER_S,
 ) -> Service:
-    """Build the service. `loop` runs beside the requests, from the first to the last; `close` is called after it."""
-    runs, agents, orgs = RunRoutes(plane), AgentRoutes(plane), OrgRoutes(plane)
+    """Build the service. `loop` runs beside the requests, from the first to the last; `close` is called after it.
+    `requests_per_s`: of each key; 0: no limit."""
+    runs, agents = RunRoutes(plane), AgentRoutes(plane)
     router = APIRouter()
-    for each in (runs, agents, orgs):
+    for each in (runs, agents, OrgRoutes(plane), SecretRoutes(plane)):
         router.include_router(each.router)
     tasks: list[asyncio.Task[None]] = []
+
+    async def audit_kept() -> None:
+        while True:
+            await asyncio.sleep(audit.EVERY_S)
+            try:
+                await plane.audit.keep(plane.store)
+            except (StoreError, OSError) as error:  # full or gone; it is tried again
+                _log.error("the audit log's newest row was not written down: %s", error)
+
     died: list[str] = []
 
     async def looked_after() -> None:
@@ -37,7 +59,8 @@ def control_service(
             raise
 
     async def start() -> None:
-        tasks.append(asyncio.create_task(looked_after()))
+        await plane.audit.keep(plane.store)
+        tasks.extend((asyncio.create_task(looked_after()), asyncio.create_task(audit_kept())))
 
     async def end() -> None:
         for task in tasks:
@@ -46,6 +69,8 @@ def control_service(
                 await task
         if close is not None:
             await close()
+        with suppress(StoreError, OSError):
+            await plane.audit.keep(plane.store)
         await asyncio.to_thread(plane.store.close)
 
     return Service(
@@ -62,5 +87,5 @@ def control_service(
         open_paths=frozenset({"/openapi.json"}),
         hot=[*runs.hot, *agents.hot],
         ending=runs.ended.set,
-        authenticate=partial(authenticate, plane.callers),
+        authenticate=partial(authenticate, plane.callers, RateLimit(requests_per_s)),
     )  # fmt: skip

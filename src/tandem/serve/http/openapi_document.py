@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
 from tandem.serve.http.refusals import CODES, speaks_openai
+from tandem.serve.http.request_bounds import KEY_PATTERN
 
 JSON, EVENTS, LINES, PAGE = "application/json", "text/event-stream", "application/x-ndjson", "text/html"
 _VERSION = "1"  # of the routes
@@ -63,7 +64,14 @@ class Endpoints:
         return name
 
 
-def document(app: FastAPI, endpoints: Endpoints, hot: Sequence[Route], open_paths: frozenset[str]) -> dict[str, Any]:
+def document(
+    app: FastAPI,
+    endpoints: Endpoints,
+    hot: Sequence[Route],
+    open_paths: frozenset[str],
+    of_all: frozenset[int] = frozenset(),
+) -> dict[str, Any]:
+    """`of_all`: statuses that each route may answer with, but for those that are open."""
     paths: dict[str, dict[str, dict[str, Any]]] = deepcopy(app.openapi()["paths"])
     spoken = {name: getattr(endpoint, "spoken", _Spoken()) for name, endpoint in endpoints.by_id.items()}
     for route in hot:
@@ -84,7 +92,7 @@ def document(app: FastAPI, endpoints: Endpoints, hot: Sequence[Route], open_path
                 operation["security"] = [{"token": [said.scope]}]
             if parameters := [*_parameters(operation.get("parameters", []), said, path)]:
                 operation["parameters"] = parameters
-            operation["responses"] = _responses(operation, said, path, refs, is_open=path in open_paths)
+            operation["responses"] = _responses(operation, said, path, refs, of_all, is_open=path in open_paths)
             if said.body is not None:
                 options = [refs[kind] for kind in _members(said.body)]
                 schema = options[0] if len(options) == 1 else {"anyOf": options}
@@ -113,19 +121,26 @@ def _parameters(known: Sequence[Mapping[str, Any]], said: _Spoken, path: str) ->
         yield {"name": name, "in": "query", "schema": {"type": "string"}}
     if said.key:
         required = said.key == "required"
-        yield {"name": "Idempotency-Key", "in": "header", "required": required, "schema": {"type": "string"}}
+        schema = {"type": "string", "pattern": f"^{KEY_PATTERN}$"}
+        yield {"name": "Idempotency-Key", "in": "header", "required": required, "schema": schema}
 
 
 # --- responses
 
 
 def _responses(
-    operation: Mapping[str, Any], said: _Spoken, path: str, refs: Mapping[Any, Any], *, is_open: bool
+    operation: Mapping[str, Any],
+    said: _Spoken,
+    path: str,
+    refs: Mapping[Any, Any],
+    of_all: frozenset[int],
+    *,
+    is_open: bool,
 ) -> dict[str, Any]:
     json_schema = {"type": "object"} if said.answer is None else refs[said.answer]
     content = {kind: {"schema": json_schema if kind == JSON else {"type": "string"}} for kind in said.answers}
     found: dict[str, Any] = {str(said.status): {"description": "Success.", "content": content}}
-    statuses = {403, 421, 500, 503} | (set() if is_open else {401})
+    statuses = {403, 421, 500, 503} | (set() if is_open else {401, *of_all})
     if operation.get("parameters"):
         statuses |= {404, 422}
     if said.body is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,9 +45,19 @@ _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 507:
 class RequestRefused(TandemError):
     """A request is answered with an error; `field` names what to change in the request."""
 
-    def __init__(self, status: int, message: str, *, field: str = "", code: str = "", close: bool = False) -> None:
-        """`close`: also close the connection."""
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        field: str = "",
+        code: str = "",
+        close: bool = False,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        """`close`: also close the connection. `retry_after_s`: when to send it again; 0: as usual for the status."""
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.status, self.message, self.field, self.close = status, message, field, close
         self.code = code or CODES[status]
 
@@ -96,4 +107,5 @@ def speaks_openai(path: str) -> bool:
 def refusal(error: RequestRefused, scope: Scope, headers: Mapping[str, str] | None = None) -> JSONResponse:
     status, body = error.openai if speaks_openai(scope["path"]) else (error.status, error.body)
     closing = {"Connection": "close"} if error.close else {}
-    return JSONResponse(body, status, {**_HEADERS.get(error.status, {}), **closing, **(headers or {})})
+    again = {"Retry-After": str(math.ceil(error.retry_after_s))} if error.retry_after_s else {}
+    return JSONResponse(body, status, {**_HEADERS.get(error.status, {}), **again, **closing, **(headers or {})})

@@ -18,7 +18,8 @@ MAX_TOOLS_BYTES = 2**18
 """Most bytes of all tools of one request, as JSON."""
 MAX_VALUES = 2**20
 """Most values in the lists and objects of one body."""
-_KEY = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+KEY_PATTERN = r"[A-Za-z0-9._:/-]{1,128}"
+_KEY = re.compile(KEY_PATTERN)
 
 
 def idempotency_key(request: Request, otherwise: str = "") -> str:

@@ -92,8 +92,8 @@ class Service:
     ending: Callable[[], None] = lambda: None
     """Called when the server must end, to end streams that would not end by themselves."""
     authenticate: Callable[[str, Scope], None] | None = None
-    """Checks the Authorization header in place of the token; raises RequestRefused, or puts the caller into the
-    scope."""
+    """Checks the Authorization header in place of the token; raises RequestRefused, with 429 for a caller that sends
+    too much, or puts the caller into the scope."""
 
 
 def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, body_bytes: int = BODY_BYTES) -> FastAPI:
@@ -124,7 +124,8 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
     @app.get("/openapi.json")
     async def openapi(request: Request) -> JSONResponse:
         """This document."""
-        made = partial(document, app, endpoints, service.hot, service.open_paths | {"/health"})
+        of_all = frozenset() if service.authenticate is None else frozenset({429})
+        made = partial(document, app, endpoints, service.hot, service.open_paths | {"/health"}, of_all)
         return JSONResponse(await aside(request)(made))
 
     @app.get("/metrics")

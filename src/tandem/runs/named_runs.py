@@ -1,0 +1,44 @@
+"""Runs by the name that a person has for them: a run directory, or the id of a run on a control server. The mirror of
+such a run is pulled first, and is read as a run directory.
+
+The command line imports this at its start, so that what is heavy is imported where it is used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def is_run_id(text: str) -> bool:
+    from tandem.shapes.runs import RUN_ID
+
+    return RUN_ID.fullmatch(text) is not None and not Path(text).exists()
+
+
+def run_directory(text: str | Path) -> Path:
+    """Return a run directory: `text` itself, or the mirror of the run with this id, as it is now."""
+    if not is_run_id(str(text)):
+        return Path(text)
+    from tandem.client import Tandem
+
+    with Tandem() as server:
+        return server.run(str(text)).pull(mirror_of(str(text))).directory
+
+
+def mirror_of(run_id: str) -> Path:
+    """Return where this machine keeps the mirror of a run."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return base / "tandem" / "runs" / run_id
+
+
+def explain_remote(run_id: str) -> dict[str, Any]:
+    """Say why a run on a control server ended so: what the server says, and what its mirror says."""
+    from tandem.client import Tandem
+    from tandem.runs.explain import explain_run
+
+    with Tandem() as server:
+        run = server.run(run_id)
+        info, directory = run.info(), run.pull(mirror_of(run_id)).directory
+        ended = [{"attempt": each.n, "why": each.why or each.state} for each in run.attempts()]
+    return explain_run(directory, name=run_id, state=info.state, why=info.why or info.error, ended=ended)
