@@ -134,6 +134,11 @@ def test_each_refusal_is_an_error_of_its_own_type(running: Running, tandem: Tand
     assert (unknown.value.status, unknown.value.field) == (404, "run")
     with pytest.raises(ControlInvalid, match="this server has box, free"):
         tandem.submit(SPEC_TABLES, target="moon")
+    with pytest.raises(SpecError, match=r"^name: .*pattern") as wrong:
+        tandem.set_secret("lower", "canary\0")
+    with pytest.raises(SpecError, match=r"^value: .*pattern") as worse:
+        tandem.set_secret("HF_TOKEN", "canary\0")
+    assert "canary" not in f"{wrong.value} {worse.value}"
     with pytest.raises(SpecError, match="recipe"):  # before it is sent
         tandem.submit({"recipe": "magic"}, target="box")
     with pytest.raises(ControlConflict, match="is queued"):

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,12 @@ SERVICES = ("control", "serve", "engine", "gateway", "online", "rollouts", "atro
 EXAMPLES = int(os.environ.get("TANDEM_EXAMPLES", "300"))
 EVENTS = "text/event-stream"
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@schemathesis.serializer("application/x-tandem-groups")
+def groups(_: Any, value: Any) -> bytes:
+    """No document describes this format: what arrives is hardly ever one."""
+    return repr(value).encode("utf-8", "replace")
 
 
 @dataclass
@@ -85,12 +91,17 @@ def answering(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     if request.param == "control":
         app, found = control(home)
     else:
-        app = create_app(made(request.param, home), token="t", hosts=frozenset({"127.0.0.1"}))
+        service = made(request.param, home)
+        if request.param == "online":  # its beginning loads a trainer, which this service does not have
+            service = replace(service, start=None)
+        app = create_app(service, token="t", hosts=frozenset({"127.0.0.1"}))
         found = Answering("", "t")
     server = Server(app, Listen(home / "listen"), lambda _: None)
     thread = threading.Thread(target=server.run)
     thread.start()
+    by = time.monotonic() + 60
     while not server.url:
+        assert time.monotonic() < by, "the service did not begin"
         time.sleep(0.01)
     found.url = server.url
     yield found
@@ -145,6 +156,7 @@ def ask(answering: Answering, session: requests.Session, operation: Any, mode: G
         if "Idempotency-Key" in (case.headers or {}) and chosen != "":
             headers["Idempotency-Key"] = uuid.uuid4().hex
         answer = case.call(base_url=answering.url, session=session, headers=headers, timeout=30)
-        case.validate_response(answer, checks=CHECKS)
+        unfit = operation.path == "/health"  # its 503 says that the service cannot answer
+        case.validate_response(answer, checks=CHECKS[1:] if unfit else CHECKS)
 
     one()

@@ -84,9 +84,9 @@ class Tandem(AbstractContextManager["Tandem"]):
         secrets: Sequence[str] = (),
     ) -> RemoteRun:
         """Queue a run of a spec: a TOML file's path, or a dict of the same tables."""
-        body = SubmitBody(
-            spec_toml=requests.spec_text(spec), target=target, max_cost_usd=max_cost_usd, name=name, project=project,
-            group=group, retries=retries, secrets=list(secrets),
+        body = requests.body(
+            SubmitBody, spec_toml=requests.spec_text(spec), target=target, max_cost_usd=max_cost_usd, name=name,
+            project=project, group=group, retries=retries, secrets=list(secrets),
         )  # fmt: skip
         return RemoteRun(self, self.call(requests.submit(body)).id)
 
@@ -123,7 +123,7 @@ class Tandem(AbstractContextManager["Tandem"]):
         self, name: str, scopes: list[Scope], *, project: str = "", org: str = "", expires_at: int = 0
     ) -> KeyInfo:
         """Make a key; the answer alone has the key itself."""
-        body = KeyBody(name=name, scopes=scopes, project=project, org=org, expires_at=expires_at)
+        body = requests.body(KeyBody, name=name, scopes=scopes, project=project, org=org, expires_at=expires_at)
         return self.call(requests.make_key(body))
 
     def revoke_key(self, key_id: str) -> KeyInfo:
@@ -135,7 +135,7 @@ class Tandem(AbstractContextManager["Tandem"]):
 
     def set_secret(self, name: str, value: str, *, project: str = "") -> SecretInfo:
         """Make a secret, or give it a new value. `project`: only its runs get it; default: every project's."""
-        return self.call(requests.set_secret(SecretBody(name=name, value=value, project=project)))
+        return self.call(requests.set_secret(requests.body(SecretBody, name=name, value=value, project=project)))
 
     def delete_secret(self, name: str, *, project: str = "") -> SecretInfo:
         found = [each for each in self.secrets() if (each.name, each.project) == (name, project)]
@@ -158,7 +158,7 @@ class Tandem(AbstractContextManager["Tandem"]):
 
     def put_project(self, name: str, *, budget_usd: float = 0.0, max_live_runs: int = 0) -> ProjectInfo:
         """Make a project, or change the one of this name."""
-        body = ProjectBody(name=name, budget_usd=budget_usd, max_live_runs=max_live_runs)
+        body = requests.body(ProjectBody, name=name, budget_usd=budget_usd, max_live_runs=max_live_runs)
         return self.call(requests.put_project(body))
 
     def make_org(self, name: str) -> OrgInfo:

@@ -23,6 +23,7 @@ from tandem.errors import (
     ControlNotAllowed,
     ControlNotKnown,
     ControlSilent,
+    SpecError,
 )
 from tandem.io.retry_after import retry_after_s
 from tandem.shapes.base import Answer, Asked
@@ -63,6 +64,7 @@ STREAM_READ_S = 30.0
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.2, 5.0
 
 Reply = TypeVar("Reply", bound=Answer)
+Body = TypeVar("Body", bound=Asked)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def put_project(body: ProjectBody) -> Call[ProjectInfo]:
 
 
 def make_org(name: str) -> Call[OrgInfo]:
-    return _post("/api/orgs", OrgInfo, OrgBody(name=name))
+    return _post("/api/orgs", OrgInfo, body(OrgBody, name=name))
 
 
 def file_path(run_id: str, file: str, offset: int, limit: int) -> str:
@@ -184,6 +186,17 @@ def stream_path(run_id: str) -> str:
 
 def _part(text: str) -> str:
     return quote(text, safe="")
+
+
+def body(kind: type[Body], **fields: Any) -> Body:
+    """Return a request's body. SpecError, which does not quote the value, if a field is wrong."""
+    from tandem.spec.load import plain_message
+
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise SpecError(f"{'.'.join(str(part) for part in first['loc'])}: {plain_message(first)}") from None
 
 
 def spec_text(spec: str | Path | Mapping[str, Any]) -> str:

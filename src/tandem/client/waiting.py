@@ -85,9 +85,9 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
         secrets: Sequence[str] = (),
     ) -> AsyncRemoteRun:
         """Queue a run of a spec: a TOML file's path, or a dict of the same tables."""
-        body = SubmitBody(
-            spec_toml=requests.spec_text(spec), target=target, max_cost_usd=max_cost_usd, name=name, project=project,
-            group=group, retries=retries, secrets=list(secrets),
+        body = requests.body(
+            SubmitBody, spec_toml=requests.spec_text(spec), target=target, max_cost_usd=max_cost_usd, name=name,
+            project=project, group=group, retries=retries, secrets=list(secrets),
         )  # fmt: skip
         return AsyncRemoteRun(self, (await self.call(requests.submit(body))).id)
 
@@ -125,7 +125,7 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
         self, name: str, scopes: list[Scope], *, project: str = "", org: str = "", expires_at: int = 0
     ) -> KeyInfo:
         """Make a key; the answer alone has the key itself."""
-        body = KeyBody(name=name, scopes=scopes, project=project, org=org, expires_at=expires_at)
+        body = requests.body(KeyBody, name=name, scopes=scopes, project=project, org=org, expires_at=expires_at)
         return await self.call(requests.make_key(body))
 
     async def revoke_key(self, key_id: str) -> KeyInfo:
@@ -137,7 +137,7 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
 
     async def set_secret(self, name: str, value: str, *, project: str = "") -> SecretInfo:
         """Make a secret, or give it a new value. `project`: only its runs get it; default: every project's."""
-        return await self.call(requests.set_secret(SecretBody(name=name, value=value, project=project)))
+        return await self.call(requests.set_secret(requests.body(SecretBody, name=name, value=value, project=project)))
 
     async def delete_secret(self, name: str, *, project: str = "") -> SecretInfo:
         found = [each for each in await self.secrets() if (each.name, each.project) == (name, project)]
@@ -161,7 +161,7 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
 
     async def put_project(self, name: str, *, budget_usd: float = 0.0, max_live_runs: int = 0) -> ProjectInfo:
         """Make a project, or change the one of this name."""
-        body = ProjectBody(name=name, budget_usd=budget_usd, max_live_runs=max_live_runs)
+        body = requests.body(ProjectBody, name=name, budget_usd=budget_usd, max_live_runs=max_live_runs)
         return await self.call(requests.put_project(body))
 
     async def make_org(self, name: str) -> OrgInfo:

@@ -118,8 +118,9 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        why = service.why_unfit()
-        return JSONResponse({"status": why}, 503) if why else JSONResponse({"status": "ok"})
+        if why := service.why_unfit():
+            return JSONResponse({"status": why, **RequestRefused(503, why).body}, 503)
+        return JSONResponse({"status": "ok"})
 
     @app.get("/openapi.json")
     async def openapi(request: Request) -> JSONResponse:
