@@ -190,6 +190,14 @@ def test_a_plan_is_for_one_spec_target_and_limit(runs: Path):
     assert asked == []
 
 
+def test_a_plan_runs_no_code_that_the_spec_names(runs: Path, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    code = f"{tmp_path}/mine.py"
+    spec = {**SPEC_TABLES, "environment": {"name": f"{code}:Task"}, "algorithm": {"name": f"{code}:loss"}}
+    assert "fits" in call(mcp_server(runs), "plan", {"spec_toml": tomli_w.dumps(spec), "target": "box"})
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_client_that_cannot_ask_is_told_the_command(runs: Path):
     server = mcp_server(runs)
     told = call(server, "submit", of_plan(server))
