@@ -91,7 +91,8 @@ test-s3: .tandem/s3/.installed
 	  "botocore==$$($(BIN)/python -c 'import botocore; print(botocore.__version__)')"  # the one that our aiobotocore takes
 	touch $@
 
-# Every route of every service, by its OpenAPI document; some ten minutes. TANDEM_EXAMPLES=30 takes a tenth of the requests.
+# Every route of every service, by its OpenAPI document: 300 requests each, half an hour or more. TANDEM_EXAMPLES=30 takes
+# a tenth of them.
 test-schemas: $(SCHEMAS)/.installed
 	OMP_NUM_THREADS=1 $(SCHEMAS)/bin/python -m pytest -rs --timeout 1800 tests/schemas
 
