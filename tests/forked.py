@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PRELOADED = (
-    "torch", "torch.distributed", "peft", "transformers.generation.utils", "transformers.models.qwen3.modeling_qwen3",
+    "torch", "torch.distributed", "transformers.generation.utils", "transformers.models.qwen3.modeling_qwen3",
     "tandem.recipes", "tandem.build.training", "tandem.build.standalone_engines", "tandem.engine.hf.engine",
     "tandem.train.trainer", "tandem.serve.http.run", "tandem.serve.http.service", "uvicorn", "tandem.cli.main",
 )  # fmt: skip
@@ -119,7 +119,8 @@ def _program(arguments: Any, environment: Mapping[str, str] | None) -> dict[str,
 
 
 def _matters(name: str) -> bool:
-    return name.startswith(_READ_AT_IMPORT) and name != "TORCHINDUCTOR_CACHE_DIR"  # which torch itself has set
+    told_later = ("TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR")  # a launcher's, and what torch itself has set
+    return name.startswith(_READ_AT_IMPORT) and not name.startswith(told_later)
 
 
 # --- the side of the test
