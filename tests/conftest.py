@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import forked
 from standstill import Standstill
 
 HERE = Path(__file__).parent
@@ -125,12 +126,27 @@ def _machine_stood_still() -> bool:
     return _machine.longest_s() > _PAUSE_S
 
 
+@pytest.fixture(scope="module")
+def forked_programs() -> Iterator[None]:
+    """Fork the programs of Python that this file's tests start, instead of having each import torch."""
+    with forked.forked_programs():
+        yield
+
+
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a hub on loopback: HF_HUB_OFFLINE in the environment would forbid it, too."""
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write no report, which takes half a second: for files whose tests look at none."""
+    from tandem import recipes
+
+    monkeypatch.setattr(recipes, "write_report", lambda _: None)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from bridges import (
     weights_of,
 )
 
+from forked import forked_programs
 from stopwatch import Stopwatch
 from tandem.bridge.collective.sender import BroadcastBridge
 from tandem.errors import SyncError, SyncTimeout
@@ -46,7 +47,7 @@ class End:
 
     def __init__(self) -> None:
         command = [sys.executable, str(ENDS)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -77,39 +78,18 @@ class End:
         self.process.communicate()
 
 
-class Reserve:
-    """Ends that have been started already: importing torch takes longer than most tests."""
-
-    def __init__(self, size: int) -> None:
-        self._ready = [End() for _ in range(size)]
-
-    def take(self) -> End:
-        self._ready.append(End())
-        return self._ready.pop(0)
-
-    def end(self) -> None:
-        for end in self._ready:
-            end.end()
-
-
 @pytest.fixture(scope="module")
-def reserve() -> Iterator[Reserve]:
-    reserve = Reserve(2)
-    yield reserve
-    reserve.end()
-
-
-@pytest.fixture(scope="module")
-def engine(reserve: Reserve) -> Iterator[End]:
-    """One that no test harms: it opens many links, one after the other."""
-    end = reserve.take()
+def engine() -> Iterator[End]:
+    """One that no test harms: it opens many links, one after the other. It has no imports but its own."""
+    end = End()
     yield end
     end.end()
 
 
 @pytest.fixture
-def victim(reserve: Reserve) -> Iterator[End]:
-    end = reserve.take()
+def victim() -> Iterator[End]:
+    with forked_programs():
+        end = End()
     yield end
     end.end()
 

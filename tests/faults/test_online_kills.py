@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import online_kills
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
 def test_what_is_served_is_the_version_before_or_after_and_no_job_is_trained_twice(tmp_path: Path):

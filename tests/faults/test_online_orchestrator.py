@@ -30,6 +30,7 @@ from tandem.spec.online import parse_online_spec
 from tandem.types import Sampling
 from tandem.vllm_worker.weight_sources import open_source
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 SPEC = {
     "model": {"preset": "tiny"},
     "train": {"attempts": 2},

@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tandem.runs.liveness import read_sign
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 STEPS = 30
 
 

@@ -23,6 +23,7 @@ from typer.testing import CliRunner  # noqa: E402
 import tandem  # noqa: E402
 from tandem.cli.main import app  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 CHAT = [{"role": "user", "content": "hello  12"}]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from online_served import SPEC, fact, online_server
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
 def test_a_lesson_that_moves_ordinary_answers_too_far_is_rejected_by_kl(tmp_path: Path) -> None:

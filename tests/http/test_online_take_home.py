@@ -22,6 +22,7 @@ from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
 from tandem.types import Sampling
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 SPEC = """
 [model]
 path = "{path}"

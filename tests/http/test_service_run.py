@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from test_env_serve import Service, free_port, program
 
 from tandem.model.presets import make_model
 from tandem.text.tokenizer import byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 STEPS, GROUPS, MAX_LAG = 6, 2, 1
 
 

@@ -11,6 +11,8 @@ import pytest
 from conftest import Train, Trained
 from tandem.types import MEASURED
 
+pytestmark = pytest.mark.usefixtures("no_report")
+
 # Rewards that differ between siblings from the first step on: a model that has learned nothing says bytes of all kinds.
 SCORED = """
 from dataclasses import dataclass

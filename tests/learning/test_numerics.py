@@ -12,7 +12,7 @@ from test_determinism import spec
 from conftest import Train, Trained
 from tandem.errors import NothingLearned, SpecError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_report")
 
 SPLIT = {"weights": "bfloat16"}
 

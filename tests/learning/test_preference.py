@@ -15,7 +15,7 @@ import pytest
 from conftest import Train
 from tandem.errors import DataError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_report")
 
 
 WORDS = random.Random(0).sample(["".join(letters) for letters in itertools.product("abcde", repeat=3)], 120)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from gguf_files import SIZES, random_model, write
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_report")
 
 DATA = Path(__file__).parents[2] / "examples" / "data"
 STOPS = """

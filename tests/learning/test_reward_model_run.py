@@ -16,7 +16,7 @@ from tandem.errors import RunError, SpecError
 from tandem.model.load_checkpoint import load_model
 from tandem.spec.environment import RewardModelJudgeSpec
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_report")
 
 PAIRS = Path(__file__).parents[2] / "examples" / "data" / "pairs.jsonl"
 STOP = "class Stop:\n    def on_step(self, step):\n        assert step.version < {}, 'as planned'\n"

@@ -9,7 +9,7 @@ import pytest
 from conftest import Train
 from tandem.env.scaffold import new_environment
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_report")
 
 
 def test_a_new_environment_learns_as_its_own_spec_says_only_shorter(train: Train, tmp_path: Path):

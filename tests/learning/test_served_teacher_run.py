@@ -19,7 +19,7 @@ from test_numerics import merged, rl
 from conftest import Train
 from tandem.errors import EngineLost
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_programs")
 
 
 @contextmanager

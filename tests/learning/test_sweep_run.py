@@ -66,7 +66,7 @@ def fails_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "run", run)
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "no_report")
 def test_each_seed_is_the_run_that_it_would_be_alone(train: Train, tmp_path: Path):
     raw = spec_of(tmp_path)
     found, printed = swept(raw, [0, 1], tmp_path / "sweep")
@@ -86,7 +86,7 @@ def test_each_seed_is_the_run_that_it_would_be_alone(train: Train, tmp_path: Pat
     assert written["conclusion"] in table
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "no_report")
 def test_a_failed_seed_does_not_stop_the_others_and_is_run_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     raw, place = spec_of(tmp_path), tmp_path / "sweep"
     with monkeypatch.context() as broken:
@@ -102,7 +102,7 @@ def test_a_failed_seed_does_not_stop_the_others_and_is_run_again_alone(tmp_path:
     assert printed.count("done already") == 2
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "no_report")
 def test_what_was_cut_off_goes_on(tmp_path: Path):
     raw, place = spec_of(tmp_path), tmp_path / "sweep"
     swept(raw, [0], place)
@@ -115,7 +115,7 @@ def test_what_was_cut_off_goes_on(tmp_path: Path):
     assert [event["step"] for event in events if event["stage"] == "resume"] == [1]
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "no_report")
 def test_what_is_no_run_of_this_spec_is_set_aside(tmp_path: Path):
     place = tmp_path / "sweep"
     (place / "seed-0").mkdir(parents=True)
@@ -125,7 +125,7 @@ def test_what_is_no_run_of_this_spec_is_set_aside(tmp_path: Path):
     assert json.loads((place / "seed-0-failed-1" / "status.json").read_text()) == {"state": "running"}
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "no_report")
 def test_a_seed_of_another_spec_is_not_counted_as_done(tmp_path: Path):
     raw, place = spec_of(tmp_path), tmp_path / "sweep"
     swept(raw, [0], place)
@@ -148,7 +148,7 @@ def test_seeds_are_named_once_and_are_seeds(tmp_path: Path, seeds: list[int]):
         swept(spec_of(tmp_path), seeds, tmp_path / "sweep")
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "no_report")
 def test_the_command_says_by_its_exit_code_whether_a_seed_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import tomli_w
 

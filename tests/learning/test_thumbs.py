@@ -26,7 +26,7 @@ from tandem.io.chat_feedback import ChatStore, feedback_rows, write_rows
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_programs")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "thumbs.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"`([\w.]+)`:\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))

@@ -20,7 +20,7 @@ from tandem.recipes import sweep as sweeps
 from tandem.runs.run import Run
 from tandem.runs.sweep import Sweep
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_report")
 
 SPEC: dict[str, Any] = {
     "recipe": "sft", "name": "letters", "model": {"preset": "tiny"}, "data": {"path": "rows.jsonl", "eval_share": 0.25},

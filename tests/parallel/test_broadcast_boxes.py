@@ -24,6 +24,7 @@ from tandem.ops.digest import fingerprints
 from tandem.ops.parts import Box
 from tandem.types import Sent
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 ENDS = Path(__file__).with_name("box_ends.py")
 BUCKET_BYTES = 2**16
 SHAPES = {name: shape for name, (_, shape) in layout().items()}
@@ -32,7 +33,7 @@ MODEL_BYTES = sum(tensor.nbytes for tensor in as_served(0).values())
 
 class End:
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(ENDS)],
             stdin=subprocess.PIPE,
@@ -58,10 +59,10 @@ class End:
 
 
 class Reserve:
-    """Processes that have been started already, for the tests that end one."""
+    """The processes that live, and new ones in place of those that a test has ended."""
 
     def __init__(self) -> None:
-        self._ends = [End() for _ in range(7)]
+        self._ends = list[End]()
 
     def take(self, count: int) -> list[End]:
         alive = [end for end in self._ends if end.process.poll() is None]

@@ -10,6 +10,8 @@ from run_commands import here, ranks, train, write_spec
 
 import tandem
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:

@@ -13,6 +13,7 @@ from crew_cases import do_stages
 
 from tandem.types import MEASURED
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
 OWN = Path(__file__).with_name("own_rules.py")
 CASES = {
     "sft": {},
@@ -57,7 +58,7 @@ LAYOUTS = {
 }  # fmt: skip
 """Which cases are trained on how many ranks and hosts, besides one. Each case is on one or two of the layouts, and each
 layout has every recipe or its loss, both precisions, adapters, and another optimizer than AdamW."""
-STEPS = int(os.environ.get("TANDEM_EQUAL_STEPS", "4"))
+STEPS = int(os.environ.get("TANDEM_EQUAL_STEPS", "2"))
 """`TANDEM_EQUAL_STEPS=20` for the figure of docs/parallel.md."""
 SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
 """Files with times in them, or with a set's order of this process."""

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from run_commands import ENVIRONMENT, TANDEM, write_spec
 from test_two_agents import processes_of, steps_of
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @contextmanager
 def two_ranks(home: Path, every: int) -> Iterator[subprocess.Popen[str]]:

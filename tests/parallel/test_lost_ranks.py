@@ -14,8 +14,10 @@ from typing import Any
 import crew_member
 import pytest
 import tomli_w
+import torch.distributed as dist
 
 from tandem.spec.load import parse_spec
+from tandem.train.crew import call_off
 
 SCENARIOS = {
     "raises": "rank {last} on host {host}: ValueError: CUDA out of memory, or so",
@@ -86,17 +88,57 @@ def test_a_rank_that_refuses_an_order_is_an_answer_and_the_crew_goes_on(forked):
     assert play(forked, 2, "refuses") == ("SyncError", f"rank 1 on host {socket.gethostname()}: no engine")
 
 
+SPEC = {
+    "recipe": "sft", "model": {"preset": "tiny"}, "data": {"kind": "file", "path": "rows.jsonl"},
+    "train": {"steps": 1, "lr": 1e-3}, "parallel": {"ranks": 2, "deadline_s": 6.0},
+}  # fmt: skip
+
+
+def place(port: int) -> dict[str, str]:
+    """What tells a process that it is rank 1 of 2."""
+    return {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
 def test_a_rank_whose_rank_0_stands_still_before_they_have_met_ends_by_itself(tmp_path):
     """A connection to a stopped process is accepted by the kernel, and never answered."""
-    spec = {"recipe": "sft", "model": {"preset": "tiny"}, "data": {"kind": "file", "path": "rows.jsonl"},
-            "train": {"steps": 1, "lr": 1e-3}, "parallel": {"ranks": 2, "deadline_s": 6.0}}  # fmt: skip
-    (tmp_path / "spec.toml").write_text(tomli_w.dumps(parse_spec(spec).model_dump(mode="json", exclude_none=True)))
+    (tmp_path / "spec.toml").write_text(tomli_w.dumps(parse_spec(SPEC).model_dump(mode="json", exclude_none=True)))
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(silent.getsockname()[1])}  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-m", "tandem.recipes.follower", str(tmp_path)],
-            env=os.environ | place, capture_output=True, text=True, timeout=60,
+            env=os.environ | place(silent.getsockname()[1]), capture_output=True, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == 1
     assert "rank 0 has not answered for" in done.stderr
+
+
+_CALLED_OFF = """
+import atexit, sys, time
+from pathlib import Path
+from tandem.recipes.crew import end_follower, follow
+from tandem.runs.run_ending import spec_of
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "torch.distributed":
+            time.sleep(1.5)
+
+sys.meta_path.insert(0, Slow())
+atexit.register(print, "Python takes itself down")
+follow(spec_of(Path(sys.argv[1])), patience_s=1.0)
+end_follower()
+"""
+
+
+def test_a_rank_that_is_not_needed_ends_at_once_and_its_own_imports_are_no_silence_of_rank_0(tmp_path):
+    """While Python takes itself down, threads of torch that still run may abort it, or wait for each other."""
+    (tmp_path / "spec.toml").write_text(tomli_w.dumps(parse_spec(SPEC).model_dump(mode="json", exclude_none=True)))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    call_off(store)
+    done = subprocess.run(
+        [sys.executable, "-c", _CALLED_OFF, str(tmp_path)],
+        env=os.environ | place(store.port), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -16,6 +16,8 @@ import torch
 
 from tandem.train.crew import abort_all
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, Any]:

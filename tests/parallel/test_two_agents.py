@@ -97,12 +97,12 @@ def steps_of(run: Path) -> int:
 
 def test_two_agents_give_the_bytes_of_one_rank(tmp_path):
     spec, run, one = write_spec(tmp_path), tmp_path / "run", tmp_path / "one"
-    for _ in range(2):  # the second time there is nothing left to do
-        with two_agents(spec, run, places=[tmp_path] * 2, how=meeting) as agents:
+    for ranks_each in (2, 1):  # the second time there is nothing left to do
+        with two_agents(spec, run, places=[tmp_path] * 2, how=meeting, ranks_each=ranks_each) as agents:
             said = all_said(agents, run)
         assert [agent.returncode for agent in agents] == [0, 0], "\n".join(text[-3000:] for text in said)
-    parallel = spec_of(run).parallel
-    assert (parallel.ranks, parallel.hosts) == (4, 2), "as the agents are"
+        parallel = spec_of(run).parallel
+        assert (parallel.ranks, parallel.hosts) == (4, 2), "as the agents were that trained"
     here("train", spec, "--run-dir", one, "--set", "parallel.shares=4")
     assert tandem.digest_run(run) == tandem.digest_run(one)
 

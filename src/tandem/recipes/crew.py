@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -89,12 +89,14 @@ def follow(spec: RunSpec, directory: Path | None = None, *, patience_s: float | 
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_ranks = _local()
+    import_module("torch.distributed")  # before the clock starts: from a slow disk it takes minutes
     connected = threading.Event()
     if patience_s is not None:
         threading.Thread(target=_end_unless, args=(connected, patience_s), name="connect", daemon=True).start()
     store = _given_store()
     connected.set()
-    build.follow(store, rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks, directory=directory)
+    with suppress(SystemExit):  # rank 0 has nothing to train; the caller then calls end_follower(), as after a run
+        build.follow(store, rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks, directory=directory)
 
 
 def end_follower() -> NoReturn:

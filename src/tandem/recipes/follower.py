@@ -16,6 +16,7 @@ _LEAST_S = 5.0
 if __name__ == "__main__":
     logging.basicConfig(format=f"%(asctime)s rank {os.environ['RANK']} %(levelname)s %(name)s: %(message)s")
     spec = spec_of(Path(sys.argv[1]))
-    # Rank 0 has its store before it starts a rank: without an answer it stands still.
+    # Rank 0 listens before it starts a rank, and imports torch meanwhile, as this rank does. If this one is ready and
+    # rank 0 does not answer for so long, it stands still.
     follow(spec, patience_s=max(_LEAST_S, spec.parallel.deadline_s - age_s()))
     end_follower()
