@@ -59,8 +59,9 @@ class Reader:
     def does(self, line: str, *, says: str = "", expect: int = 0) -> str:
         """Run one command; return what it printed."""
         done = subprocess.run(
-            ["bash", "-c", line], cwd=self.home, env=self.environ, input=says, capture_output=True, text=True, check=False
-        )
+            ["bash", "-c", line], cwd=self.home, env=self.environ, input=says, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
         print(f"$ {line}\n{done.stdout}{done.stderr}")
         assert done.returncode == expect, f"{line}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -99,3 +100,63 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -
         assert process.poll() is None, "it ended before it was ready"
         assert time.monotonic() < deadline, f"no {path.name} within {seconds:.0f} s"
         time.sleep(0.1)
+
+
+def test_the_model_is_checked(reader: Reader):
+    (command,) = reader.lines("Look at it")
+    said = reader.does(command)
+    assert "llama" in said.lower()
+    assert "134.5M" in said or "0.13" in said or "135M" in said
+
+
+def test_the_served_model_answers_openai_s_client(reader: Reader):
+    serve, ask = reader.lines("Talk to it")
+    with reader.meanwhile(serve) as server:
+        wait_for(reader.home / ".serve" / "ready.json", server)
+        assert "Paris" in reader.does(ask)
+
+
+def test_examples_are_learned(reader: Reader):
+    (train,) = reader.lines("Show it examples")
+    reader.does(train)
+    improved(reader.status("runs/tickets"))
+
+
+def test_rewards_are_learned(reader: Reader):
+    check, train, again = reader.lines("Reward it")
+    before = reader.does(check)
+    assert "There is something to learn from." in before
+    begun = time.monotonic()
+    reader.does(train)
+    print(f"{time.monotonic() - begun:.0f} s")
+    improved(reader.status("runs/sums"))
+    reader.does(again)
+
+
+def test_pairs_are_learned(reader: Reader):
+    (train,) = reader.lines("Show it pairs")
+    reader.does(train)
+    improved(reader.status("runs/polite"))
+
+
+def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(reader: Reader):
+    resume, digest = reader.lines("If it is killed")
+    few = "--set train.steps=3 --set checkpoint.every=1 --set eval.tasks=16 --set train.groups_per_step=4"
+    begin = f"tandem train sums.toml --set model.path=$MODEL {few} --run-dir"
+    whole = reader.does(f"{begin} runs/whole --quiet && {digest.replace('runs/sums', 'runs/whole')}")
+    with reader.meanwhile(f"{begin} runs/killed") as victim:
+        wait_for(reader.home / "runs" / "killed" / "checkpoints" / "step-1", victim, 300)
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait()
+    assert reader.status("runs/killed")["state"] != "succeeded"
+    reader.does(resume.replace("runs/sums", "runs/killed"))
+    assert reader.does(digest.replace("runs/sums", "runs/killed")) == whole
+    assert len(whole.splitlines()) == 3
+
+
+def test_what_it_became_is_taken_home(reader: Reader):
+    merge, gguf_out, check, compare = reader.lines("Take it home")
+    for command in (merge, gguf_out, check):
+        reader.does(command)
+    said = reader.does(compare)
+    assert "improved" in said
