@@ -20,11 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.io.gguf.directory import model_directory
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "from_a_download.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
 NAMED = re.compile(r"`([\w.]+)`[^`\n]*:\n\n```\w+\n(.*?)```", re.DOTALL)
+MINUTES = 15
+"""Most that a run with rewards may take."""
 BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 
 
@@ -105,8 +111,8 @@ def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -
 def test_the_model_is_checked(reader: Reader):
     (command,) = reader.lines("Look at it")
     said = reader.does(command)
-    assert "llama" in said.lower()
-    assert "134.5M" in said or "0.13" in said or "135M" in said
+    shown = re.findall(r"```text\n(.*?)```", SECTIONS["Look at it"], re.DOTALL)[0]
+    assert [line for line in shown.splitlines() if line not in said.splitlines() and "..." not in line] == []
 
 
 def test_the_served_model_answers_openai_s_client(reader: Reader):
@@ -122,41 +128,62 @@ def test_examples_are_learned(reader: Reader):
     improved(reader.status("runs/tickets"))
 
 
+def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(reader: Reader):
+    resume, digest = reader.lines("If it is killed")
+    few = "--set train.steps=3 --set checkpoint.every=1 --set eval.tasks=8 --set train.groups_per_step=2"
+    begin = f"tandem train sums.toml --set model.path=$MODEL {few} --quiet --run-dir"
+    reader.does(f"{begin} runs/whole")
+    whole = reader.does(digest.replace("runs/sums", "runs/whole"))
+    with reader.meanwhile(f"{begin} runs/killed") as victim:
+        wait_for(reader.home / "runs" / "killed" / "checkpoints" / "step-1", victim, 300)
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.wait()
+    assert reader.status("runs/killed")["state"] == "running"
+    reader.does(resume.replace("runs/sums", "runs/killed"))
+    assert reader.does(digest.replace("runs/sums", "runs/killed")) == whole
+    assert [line.split()[0] for line in whole.splitlines()] == ["weights", "optimizer", "log"]
+
+
 def test_rewards_are_learned(reader: Reader):
-    check, train, again = reader.lines("Reward it")
-    before = reader.does(check)
-    assert "There is something to learn from." in before
-    begun = time.monotonic()
-    reader.does(train)
-    print(f"{time.monotonic() - begun:.0f} s")
-    improved(reader.status("runs/sums"))
-    reader.does(again)
+    check, logic, sums = reader.lines("Reward it")
+    assert "There is something to learn from." in reader.does(check)
+    for train, run in ((logic, "runs/logic"), (sums, "runs/sums")):
+        begun = time.monotonic()
+        reader.does(train)
+        assert time.monotonic() < begun + MINUTES * 60
+        improved(reader.status(run))
 
 
 def test_pairs_are_learned(reader: Reader):
     (train,) = reader.lines("Show it pairs")
     reader.does(train)
     improved(reader.status("runs/polite"))
-
-
-def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(reader: Reader):
-    resume, digest = reader.lines("If it is killed")
-    few = "--set train.steps=3 --set checkpoint.every=1 --set eval.tasks=16 --set train.groups_per_step=4"
-    begin = f"tandem train sums.toml --set model.path=$MODEL {few} --run-dir"
-    whole = reader.does(f"{begin} runs/whole --quiet && {digest.replace('runs/sums', 'runs/whole')}")
-    with reader.meanwhile(f"{begin} runs/killed") as victim:
-        wait_for(reader.home / "runs" / "killed" / "checkpoints" / "step-1", victim, 300)
-        os.kill(victim.pid, signal.SIGKILL)
-        victim.wait()
-    assert reader.status("runs/killed")["state"] != "succeeded"
-    reader.does(resume.replace("runs/sums", "runs/killed"))
-    assert reader.does(digest.replace("runs/sums", "runs/killed")) == whole
-    assert len(whole.splitlines()) == 3
+    assert reader.status("runs/polite")["eval"]["accuracy_after"] > 0.9
 
 
 def test_what_it_became_is_taken_home(reader: Reader):
     merge, gguf_out, check, compare = reader.lines("Take it home")
     for command in (merge, gguf_out, check):
         reader.does(command)
-    said = reader.does(compare)
-    assert "improved" in said
+    assert "improved: +" in reader.does(compare)
+
+
+def test_merged_model_and_gguf_file_are_the_trained_model(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+    """As plain transformers computes them, on the questions of the held-out answers that the run kept."""
+    monkeypatch.chdir(reader.home)
+    (file,) = (reader.home / "better-gguf").glob("*.gguf")
+    trained, merged, read_back = (
+        logits(directory) for directory in ("runs/sums/export", "better", model_directory(str(file)))
+    )
+    untrained = logits(model_directory(str(gguf())))
+    assert torch.equal(trained, merged)
+    assert (read_back - trained).abs().mean() < 0.05 * (untrained - trained).abs().mean()
+
+
+def logits(directory: str) -> torch.Tensor:
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    asked = [{"role": "user", "content": "State the final answer: 7 + 9 =\n\nAnswer with the number only."}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.inference_mode():
+        return model(**ids).logits[0, -1]
