@@ -131,27 +131,28 @@ def test_examples_are_learned(reader: Reader):
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(reader: Reader):
     resume, digest = reader.lines("If it is killed")
     few = "--set train.steps=3 --set checkpoint.every=1 --set eval.tasks=8 --set train.groups_per_step=2"
-    begin = f"tandem train sums.toml --set model.path=$MODEL {few} --quiet --run-dir"
+    begin = f"tandem train plus.toml --set model.path=$MODEL {few} --quiet --run-dir"
     reader.does(f"{begin} runs/whole")
-    whole = reader.does(digest.replace("runs/sums", "runs/whole"))
+    whole = reader.does(digest.replace("runs/plus", "runs/whole"))
     with reader.meanwhile(f"{begin} runs/killed") as victim:
         wait_for(reader.home / "runs" / "killed" / "checkpoints" / "step-1", victim, 300)
         os.kill(victim.pid, signal.SIGKILL)
         victim.wait()
     assert reader.status("runs/killed")["state"] == "running"
-    reader.does(resume.replace("runs/sums", "runs/killed"))
-    assert reader.does(digest.replace("runs/sums", "runs/killed")) == whole
+    reader.does(resume.replace("runs/plus", "runs/killed"))
+    assert reader.does(digest.replace("runs/plus", "runs/killed")) == whole
     assert [line.split()[0] for line in whole.splitlines()] == ["weights", "optimizer", "log"]
 
 
 def test_rewards_are_learned(reader: Reader):
-    check, logic, sums = reader.lines("Reward it")
+    check, plus, logic, samples = reader.lines("Reward it")
     assert "There is something to learn from." in reader.does(check)
-    for train, run in ((logic, "runs/logic"), (sums, "runs/sums")):
+    for train, run in ((plus, "runs/plus"), (logic, "runs/logic")):
         begun = time.monotonic()
         reader.does(train)
         assert time.monotonic() < begun + MINUTES * 60
         improved(reader.status(run))
+    assert reader.does(samples).count("assistant: ") == 3
 
 
 def test_pairs_are_learned(reader: Reader):
@@ -173,7 +174,7 @@ def test_merged_model_and_gguf_file_are_the_trained_model(reader: Reader, monkey
     monkeypatch.chdir(reader.home)
     (file,) = (reader.home / "better-gguf").glob("*.gguf")
     trained, merged, read_back = (
-        logits(directory) for directory in ("runs/sums/export", "better", model_directory(str(file)))
+        logits(directory) for directory in ("runs/plus/export", "better", model_directory(str(file)))
     )
     untrained = logits(model_directory(str(gguf())))
     assert torch.equal(trained, merged)
@@ -183,7 +184,7 @@ def test_merged_model_and_gguf_file_are_the_trained_model(reader: Reader, monkey
 def logits(directory: str) -> torch.Tensor:
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    asked = [{"role": "user", "content": "State the final answer: 7 + 9 =\n\nAnswer with the number only."}]
+    asked = [{"role": "user", "content": "What is 7+9?"}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         return model(**ids).logits[0, -1]
