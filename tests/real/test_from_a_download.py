@@ -54,7 +54,9 @@ class Reader:
         tandem.chmod(0o755)
         path = os.pathsep.join((str(home / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
         self.environ = {**os.environ, "PATH": path, "MODEL": str(gguf()), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-        for name, text in NAMED.findall(PAGE):
+        files = dict(NAMED.findall(PAGE))
+        assert files.keys() == {"ask.py", "tickets.toml", "plus.toml", "logic.toml", "polite.toml"}
+        for name, text in files.items():
             (home / name).write_text(text)
 
     def lines(self, section: str) -> list[str]:
