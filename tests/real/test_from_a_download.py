@@ -180,7 +180,9 @@ def test_merged_model_and_gguf_file_are_the_trained_model(reader: Reader, monkey
     )
     untrained = logits(model_directory(str(gguf())))
     assert torch.equal(trained, merged)
-    assert (read_back - trained).abs().mean() < 0.05 * (untrained - trained).abs().mean()
+    lost, learned = ((other - trained).abs().mean() for other in (read_back, untrained))
+    assert lost < 0.05 * trained.std(), "what 8 bits may cost"
+    assert lost < 0.5 * learned, "it is not the model before training"
 
 
 def logits(directory: str) -> torch.Tensor:
