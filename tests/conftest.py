@@ -13,6 +13,7 @@ from standstill import Standstill
 HERE = Path(__file__).parent
 SLOW = {
     "atropos": "real Atropos environments, where they are installed",
+    "real": "a pretrained model, where it is installed",
     "families/test_families.py": "every model family through every capability",
     "faults": "kills, hangs and lies between real processes",
     "learning": "whole runs that must learn, and the examples",
