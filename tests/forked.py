@@ -66,11 +66,11 @@ class _Forking(_executing[Any]):
     """A Popen that forks programs of Python, from the fork server or, in a program with one thread, from itself."""
 
     def _execute_child(self, *given: Any) -> None:
-        names = inspect.signature(super()._execute_child).parameters  # pyright: ignore[reportAttributeAccessIssue]
-        told = dict(zip(names, given, strict=True))
+        execute: Any = super()._execute_child  # pyright: ignore[reportAttributeAccessIssue]
+        told = dict(zip(inspect.signature(execute).parameters, given, strict=True))
         program = _program(told["args"], told["env"])
         if program is None or told["shell"] or not told["close_fds"] or told["executable"] is not None:
-            super()._execute_child(*given)  # pyright: ignore[reportAttributeAccessIssue]
+            execute(*given)
             return
         program |= {
             "directory": os.path.abspath(told["cwd"] or "."), "session": told["start_new_session"],
@@ -81,7 +81,7 @@ class _Forking(_executing[Any]):
         files |= {number: number for number in told["pass_fds"]}
         if _is_program:
             if len(os.listdir("/proc/self/task")) > 1:
-                super()._execute_child(*given)  # pyright: ignore[reportAttributeAccessIssue]
+                execute(*given)
                 return
             sys.stdout.flush()
             sys.stderr.flush()
@@ -89,7 +89,7 @@ class _Forking(_executing[Any]):
             if self.pid == 0:
                 _become(program, files, told["preexec_fn"])
         elif told["preexec_fn"] is not None:
-            super()._execute_child(*given)  # pyright: ignore[reportAttributeAccessIssue]
+            execute(*given)
             return
         else:
             self.pid = _server().start(program, files)

@@ -73,10 +73,10 @@ def test_what_the_server_says_decides_what_comes_next(tmp_path: Path, state: str
 def test_the_words_of_the_server_are_those_that_are_looked_for():
     """They are in tandem.control.decide, which a light command does not import."""
     from tandem.control import decide
-    from tandem.runs.explain import _BY_SERVER
+    from tandem.runs.explain import BY_SERVER
 
     source = Path(decide.__file__).read_text()
-    assert [words for words in _BY_SERVER if words not in source] == []
+    assert [words for words in BY_SERVER if words not in source] == []
 
 
 def test_a_run_whose_process_is_gone_and_a_directory_that_is_none(tmp_path: Path):

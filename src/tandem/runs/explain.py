@@ -19,7 +19,7 @@ from tandem.runs.watch import look
 Row = dict[str, Any]
 
 _LAST_LINES, _LONGEST = 12, 500
-_BY_SERVER = {  # what tandem.control.decide says, and what its reader can do
+BY_SERVER = {  # what tandem.control.decide says, and what its reader can do
     "started no job within": "`tandem targets` says what the target has now, and why a job does not start",
     "its job ended before it claimed": "the job's directory on the target has what it printed, in `console`",
     "its machine ended it, and its lease ran out": "`tandem resume {run}` goes on from the last checkpoint",
@@ -92,7 +92,7 @@ def _failure(found: Row, status: Mapping[str, Any], evidence: Sequence[Row]) -> 
 
 def _next(found: Row, failure: Row | None) -> str:
     run, state = found["run"], found["state"]
-    for said, then in _BY_SERVER.items():
+    for said, then in BY_SERVER.items():
         if said in found["why"]:
             return then.format(run=run)
     if failure is not None:
