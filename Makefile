@@ -21,10 +21,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pyright --version > /dev/null  # fetches what it runs on, where the machine has no node
 	touch $(STAMP)
 
-# The servers that tests/providers starts, from Debian or Ubuntu, as root; without them its tests are skipped.
+# The servers that tests/providers and tests/control start, from Debian or Ubuntu, as root; without them those are skipped.
 install-system:
 	apt-get update -qq
-	apt-get install --yes --no-install-recommends openssh-server openssh-client procps slurm-wlm munge
+	apt-get install --yes --no-install-recommends openssh-server openssh-client procps slurm-wlm munge postgresql
 
 quickstart: install
 	$(BIN)/tandem train examples/quickstart.toml --set device=cpu

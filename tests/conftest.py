@@ -59,6 +59,8 @@ SLOW = {
     "providers/test_slurm.py": "Slurm's real daemons, some times killed",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""
+BOTH = {"control"}
+"""Folders with tests of both tiers in one file: those on PostgreSQL are marked slow, for example."""
 TOGETHER = ["tests/parallel"]
 """Folders whose tests run one after another, before all others: each is several processes with deadlines in seconds."""
 LONGEST = [
@@ -96,6 +98,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Import no file of the other tier: each worker would, and that takes a tenth of the time of either tier."""
     asked = config.option.markexpr
     if asked not in ("slow", "not slow") or collection_path.suffix != ".py":
+        return None
+    if asked == "slow" and collection_path.relative_to(HERE).parts[0] in BOTH:
         return None
     return True if is_slow(collection_path) != (asked == "slow") else None
 
