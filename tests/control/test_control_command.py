@@ -106,7 +106,7 @@ def submitted(control: Control, name: str) -> str:
 
 
 def test_a_run_is_submitted_watched_left_and_pulled_byte_by_byte(control: Control):
-    words = ("submit", str(QUICKSTART), "--target", "here", "--max-cost", "5", "--name", "rows-24", "--yes")
+    words = ("submit", str(QUICKSTART), "--target", "here", "--max-cost", "5", "--name", "rows-60", "--yes")
     follower = subprocess.Popen(
         control.command(*words), env=control.env, cwd=control.home, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
