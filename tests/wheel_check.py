@@ -7,7 +7,6 @@ names the extra. Then a short run with the packages of [train], borrowed from th
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_MB, MOST_S = 60, 0.3
+MOST_MB, MOST_S, LOOP_S = 60, 0.3, 0.065
 EXTRA = 'pip install "tandem-rl[train]"'
 
 
@@ -45,13 +44,27 @@ def size_mb(venv: Path) -> float:
     return sum(file.stat().st_size for path in ours for file in [path, *path.rglob("*")] if file.is_file()) / 1e6
 
 
+def slower() -> float:
+    """How many times as slow as the machine of the figure this one is now; at least 1."""
+    times: list[float] = []
+    for _ in range(5):
+        started = time.perf_counter()
+        sum(number for number in range(2_000_000))
+        times.append(time.perf_counter() - started)
+    return max(1.0, min(times) / LOOP_S)
+
+
 def check_light(tandem: Path) -> None:
     times: list[float] = []
     for _ in range(7):
         started = time.perf_counter()
         run(tandem, "--help")
         times.append(time.perf_counter() - started)
-    check(statistics.median(times) <= MOST_S, f"tandem --help: {statistics.median(times):.2f} s, at most {MOST_S}")
+    most = MOST_S * slower()
+    check(
+        min(times) <= most,
+        f"tandem --help: {min(times):.2f} s, at most {most:.2f} on this machine, {MOST_S} on its own",
+    )
     python = tandem.with_name("python")
     check(run(python, "-c", "import tandem; tandem.load_spec").returncode == 0, "import tandem")
     spec = ROOT / "examples" / "quickstart.toml"
