@@ -134,7 +134,7 @@ def test_a_run_is_submitted_watched_left_and_pulled_byte_by_byte(control: Contro
     )
     assert (len(same), differ, missing) == (4, [], [])
     assert "succeeded, ended" in control.run("watch", run.group(), "--once")
-    assert control.run("logs", run.group()).endswith("step 24\n")
+    assert control.run("logs", run.group()).endswith("step 60\n")
     assert json.loads(control.run("runs", "--json"))[0]["verdict"] == "improved"
 
 
