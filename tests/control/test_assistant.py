@@ -149,6 +149,8 @@ def test_a_person_who_says_yes_gets_one_run_however_often_it_is_called(runs: Pat
     assert asked[0].startswith("Submit 'sorts' to box and spend at most 3 USD? Planned: ")
     with running.client() as tandem:
         assert tandem.run(first["run"]).info().max_cost_usd == 3.0
+    for tool, more in (("get_run", {}), ("watch", {"seconds": 0})):  # its first files have not arrived
+        assert call(server, tool, {"run": first["run"], **more})["state"] == "queued"
     assert call(server, "cancel", {"run": first["run"]}, answering("accept", asked))["want"] == "stop"
     assert asked[1] == f"End {first['run']}?"
 

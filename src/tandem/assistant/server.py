@@ -27,7 +27,7 @@ from tandem.recipes.plan_run import plan_run
 from tandem.recipes.targets import list_targets
 from tandem.runs.compare import compare_runs, compare_text
 from tandem.runs.explain import explain_run, explain_text
-from tandem.runs.named_runs import explain_remote, is_run_id
+from tandem.runs.named_runs import explain_remote, is_run_id, look_remote
 from tandem.runs.planner.plan_text import plan_text
 from tandem.runs.run_list import list_runs
 from tandem.runs.watch import look
@@ -106,10 +106,14 @@ class _Tools:
     @_said
     def get_run(self, run: str) -> Row:
         """Say how a run stands: state, step, last metrics, last events, verdict. `run`: its name or id."""
-        place = place_of(self.runs, run)
-        sight = look(place)
+        if is_run_id(run):
+            with Tandem() as server:
+                sight = look_remote(server.run(run))
+        else:
+            place = place_of(self.runs, run)
+            sight = look(place) | reading.verdict_of(place)
         events = sight.pop("events")
-        return quoted({**sight, **reading.verdict_of(place), "run": run}, events)
+        return quoted({**sight, "run": run}, events)
 
     @_said
     def explain(self, run: str) -> Row:

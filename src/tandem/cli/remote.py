@@ -12,16 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tandem.cli.options import AsJson, Overrides
-from tandem.runs.named_runs import is_run_id, mirror_of
+from tandem.runs.named_runs import is_run_id, look_remote, mirror_of
 
 if TYPE_CHECKING:
     from tandem.client import RemoteRun, Tandem
     from tandem.shapes.runs import OfferInfo
-
-_NOTHING_YET: dict[str, Any] = {
-    "stage": "", "step": 0, "steps_total": 0, "quiet_s": None, "limit_s": None, "metrics": {}, "events": [],
-    "verdict": None, "error": None, "failure": None, "attempts": [],
-}  # fmt: skip
 
 RunOrDir = Annotated[
     str, typer.Argument(metavar="RUN", help="A run directory, or the id of a run on a control server.")
@@ -173,36 +168,13 @@ def watch_remote(run: RemoteRun, *, once: bool, as_json: bool) -> str:
     """Print a run's progress, as for a directory, until it has ended; return its state. Ctrl-C leaves it running."""
     from tandem.runs.watch import watch_run
 
-    directory = mirror_of(run.id)
     try:
-        return watch_run(directory, once=once, as_json=as_json, tell=typer.echo, see=lambda: _see(run, directory))
+        return watch_run(mirror_of(run.id), once=once, as_json=as_json, tell=typer.echo, see=lambda: look_remote(run))
     except KeyboardInterrupt:
         typer.echo(
             f"\n{run.id} goes on. `tandem watch {run.id}` follows it, `tandem cancel {run.id}` ends it", err=True
         )
         return "left"
-
-
-def _see(run: RemoteRun, directory: Path) -> dict[str, Any]:
-    """Look at a run: what its mirror says, and its state, which the control plane says."""
-    from tandem.client.requests import settled
-    from tandem.errors import RunError
-    from tandem.runs.watch import look
-
-    info = run.info()
-    run.pull(directory)
-    try:
-        sight = look(directory)
-    except RunError:  # its first files have not arrived
-        sight = dict(_NOTHING_YET)
-    ended = settled(info)
-    return sight | {
-        "run": run.id,
-        "state": info.state,
-        "liveness": "ended" if ended else f"attempt {info.attempt}" if info.attempt else "not begun",
-        "supervised": False,
-        "error": (info.why or info.error or None) if ended or info.state == "waiting" else sight["error"],
-    }
 
 
 def _leave(state: str) -> None:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.client import RemoteRun
+
+_NOTHING_YET: dict[str, Any] = {
+    "stage": "", "step": 0, "steps_total": 0, "quiet_s": None, "limit_s": None, "metrics": {}, "events": [],
+    "verdict": None, "error": None, "failure": None, "attempts": [],
+}  # fmt: skip
 
 
 def is_run_id(text: str) -> bool:
@@ -30,6 +38,28 @@ def mirror_of(run_id: str) -> Path:
     """Return where this machine keeps the mirror of a run."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return base / "tandem" / "runs" / run_id
+
+
+def look_remote(run: RemoteRun) -> dict[str, Any]:
+    """Look at a run: what its mirror says, and its state, which the control plane says."""
+    from tandem.client.requests import settled
+    from tandem.errors import RunError
+    from tandem.runs.watch import look
+
+    info = run.info()
+    directory = run.pull(mirror_of(run.id)).directory
+    try:
+        sight = look(directory)
+    except RunError:  # its first files have not arrived
+        sight = dict(_NOTHING_YET)
+    ended = settled(info)
+    return sight | {
+        "run": run.id,
+        "state": info.state,
+        "liveness": "ended" if ended else f"attempt {info.attempt}" if info.attempt else "not begun",
+        "supervised": False,
+        "error": (info.why or info.error or None) if ended or info.state == "waiting" else sight["error"],
+    }
 
 
 def explain_remote(run_id: str) -> dict[str, Any]:
