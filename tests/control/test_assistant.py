@@ -160,9 +160,8 @@ def test_nothing_is_spent_without_a_yes(runs: Path, running: Running):
     """A hundred tries of a model that wants to."""
     rng = random.Random(0)
     with running.client() as tandem:
-        before = [(run.id, run.want) for run in tandem.runs()]
         victim = tandem.submit(SPEC_TABLES, target="box").id
-        before.insert(0, (victim, "run"))
+        before = {run.id: run.want for run in tandem.runs()}
 
         def no_plan(server: Any) -> dict[str, Any]:
             return {"spec_toml": SPEC, "target": "box", "max_cost_usd": 3.0, "plan_digest": "sha256:00"}
@@ -181,7 +180,7 @@ def test_nothing_is_spent_without_a_yes(runs: Path, running: Running):
             server, name = mcp_server(runs), rng.choice(["submit", "submit", "cancel", "resume"])
             arguments = rng.choice(tricks)(server) if name == "submit" else {"run": victim, "answer": {"yes": True}}
             assert isinstance(call(server, name, arguments, rng.choice(answers)), str), (name, arguments)
-        assert [(run.id, run.want) for run in tandem.runs()] == before
+        assert {run.id: run.want for run in tandem.runs()} == before
 
 
 def test_a_plan_is_for_one_spec_target_and_limit(runs: Path):
