@@ -226,9 +226,10 @@ def _submit(tools: _Tools) -> Callable[..., Row]:
             raise ToolError(f"max_cost_usd = {max_cost_usd:g}: must be more than 0")
         spec = parse_spec(parsed(spec_toml)).as_written()
         planned = tools.spending.planned(plan_digest, spec, target, max_cost_usd)
+        name = spec.get("name") or "the run"
         return tools.spending.ask(
             context,
-            f"Submit '{planned.name}' to {target} and spend at most {max_cost_usd:g} USD? Planned: {planned.said}.",
+            f"Submit '{name}' to {target} and spend at most {max_cost_usd:g} USD? Planned: {planned.said}.",
             f"tandem submit SPEC --target {shlex.quote(target)} --max-cost {max_cost_usd:g}",
         )
 
@@ -240,7 +241,7 @@ def _submit(tools: _Tools) -> Callable[..., Row]:
         of this very spec, target and max_cost_usd. The same digest again is the same run."""
         _refused(answer)
         if plan_digest not in tools.spending.started:
-            spec = parse_spec(parsed(spec_toml)).as_written()
+            spec = tools.spending.submitted(plan_digest)
             with Tandem() as server:
                 tools.spending.started[plan_digest] = server.submit(spec, target=target, max_cost_usd=max_cost_usd).id
         return {"run": tools.spending.started[plan_digest]}

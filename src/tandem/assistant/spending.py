@@ -34,7 +34,7 @@ class Planned:
     """A plan that was shown."""
 
     at: float
-    name: str
+    spec: Mapping[str, Any]
     said: str
     """The planner's estimate, in a line."""
 
@@ -52,8 +52,12 @@ class Spending:
     def plan(self, spec: Mapping[str, Any], target: str, max_cost_usd: float, said: str) -> str:
         """Note a plan that is shown; return its digest, which submit wants."""
         digest = digest_of(spec, target, max_cost_usd)
-        self._plans[digest] = Planned(self._clock(), str(spec.get("name") or "the run"), said)
+        self._plans[digest] = Planned(self._clock(), spec, said)
         return digest
+
+    def submitted(self, digest: str) -> Mapping[str, Any]:
+        """Return the spec of a plan that a person said yes to."""
+        return self._plans[digest].spec
 
     def planned(self, digest: str, spec: Mapping[str, Any], target: str, max_cost_usd: float) -> Planned:
         """Return the plan of exactly this; ToolError if there is none, or it is old."""
