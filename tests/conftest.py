@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+import typer.testing
 
 import forked
 from standstill import Standstill
@@ -71,6 +74,8 @@ LONGEST = [
     "tests/learning/test_your_data.py", "tests/learning/test_scaffold.py",
 ]  # fmt: skip
 """What begins next, the longest first: a long file that began last would leave the other workers idle."""
+typer.testing._get_command = typer.main.get_command = cache(typer.main.get_command)
+"""Once for each process, as in real use: the parsers of all commands take 0.2 s, and hundreds of tests want them."""
 _PAUSE_S, _REPEATS = 0.25, 2
 _machine = Standstill()
 
@@ -79,6 +84,16 @@ _machine = Standstill()
 def pytest_runtestloop() -> Iterator[None]:
     with _machine:
         return (yield)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        forked.execute_again()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    forked.fork_workers_of_xdist()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,6 +20,7 @@ import fcntl
 import importlib
 import inspect
 import json
+import logging
 import os
 import runpy
 import signal
@@ -40,6 +41,12 @@ _PRELOADED = (
     "tandem.recipes", "tandem.build.training", "tandem.build.standalone_engines", "tandem.engine.hf.engine",
     "tandem.train.trainer", "tandem.serve.http.run", "tandem.serve.http.service", "uvicorn", "tandem.cli.main",
 )  # fmt: skip
+_OF_TESTS = (
+    "pytest", "typer.testing", "peft", "torch._inductor.select_algorithm", "mcp.server", "openai",
+    "gymnasium", "alembic.command", "tandem.assistant.server", "tandem.control.api.service", "tandem.online.orchestrator",
+    "tandem.bridge.collective.receiver", "tandem.engine.vllm.engine", "tandem.env.catalog",
+)  # fmt: skip
+"""What tests import beside that; not pandas and datasets, which start a thread."""
 _EXECUTED = ("tandem.recipes.follower",)
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH", "OMP_", "MKL_", "OPENBLAS_", "CUDA_")
 _ROOM = 16384
@@ -48,7 +55,18 @@ _MOST_FILES, _HIGH = 16, 500
 _SET_SUBREAPER, _GET_SUBREAPER = 36, 37
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 _libc = ctypes.CDLL(None)
-_executing = subprocess.Popen
+_executing: Any = getattr(subprocess.Popen, "executing", subprocess.Popen)
+
+
+def fork_workers_of_xdist() -> None:
+    """Fork the workers, too: each would import for 15 s of CPU what this imports once. For pytest's first process."""
+    _servers.append(_Server(_OF_TESTS))
+    subprocess.Popen = _Forking  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def execute_again() -> None:
+    """In a worker that was forked: programs are executed, but for the files that ask for `forked_programs`."""
+    subprocess.Popen = _executing
 
 
 @contextmanager
@@ -62,8 +80,10 @@ def forked_programs() -> Iterator[None]:
         subprocess.Popen = before
 
 
-class _Forking(_executing[Any]):
+class _Forking(_executing):
     """A Popen that forks programs of Python, from the fork server or, in a program with one thread, from itself."""
+
+    executing = _executing
 
     def _execute_child(self, *given: Any) -> None:
         execute: Any = super()._execute_child  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,12 +130,12 @@ def _program(arguments: Any, environment: Mapping[str, str] | None) -> dict[str,
     if any(env.get(name) != _ENVIRONMENT.get(name) for name in {*env, *_ENVIRONMENT} if _matters(name)):
         return None
     rest = words[1:]
-    alone = [rest.pop(0) for _ in rest if rest[0] in ("-P", "-I")]
+    options = [rest.pop(0) for _ in words[1:] if rest and rest[0] in ("-P", "-I", "-u")]
     if len(rest) < 1 or (rest[0] in ("-m", "-c") and len(rest) < 2):
         return None
     if rest[0] not in ("-m", "-c") and not rest[0].endswith(".py"):
         return None
-    return {"words": words, "rest": rest, "alone": bool(alone), "environment": env}
+    return {"words": words, "rest": rest, "alone": bool({"-P", "-I"} & {*options}), "environment": env}
 
 
 def _matters(name: str) -> bool:
@@ -127,13 +147,13 @@ def _matters(name: str) -> bool:
 
 
 class _Server:
-    def __init__(self) -> None:
+    def __init__(self, more: Sequence[str] = ()) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._turn = threading.Lock()
         room = {"ROOM": "x" * _ROOM}
         with theirs:
             self._process = _executing(
-                [sys.executable, __file__, str(theirs.fileno()), "x" * _ROOM],
+                [sys.executable, __file__, str(theirs.fileno()), ",".join((*_PRELOADED, *more)), "x" * _ROOM],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
                 env={**_ENVIRONMENT, **room},
             )  # fmt: skip
@@ -181,10 +201,12 @@ def _subreaper() -> Iterator[None]:
 _is_program = False
 
 
-def _serve(ours: socket.socket) -> None:
+def _serve(ours: socket.socket, preloaded: Sequence[str]) -> None:
     """Fork programs until the test's process ends."""
-    for name in _PRELOADED:
+    logging.disable(logging.WARNING)  # peft's packages warn of what they lack
+    for name in preloaded:
         importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"the fork server has {len(threads)} threads, and their locks would be copied"
     ours.send(b"ready")
@@ -298,4 +320,4 @@ def _run(rest: Sequence[str], *, alone: bool) -> int:
 
 if __name__ == "__main__":
     sys.path[:] = sys.path[1:]  # of this file's folder
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2].split(","))

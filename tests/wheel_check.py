@@ -16,6 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST_MB, MOST_S, LOOP_S = 60, 0.3, 0.065
+HEAVY = ("asyncio", "numpy", "pydantic", "sqlite3", "ssl", "torch")
+LOADED = f"""
+import sys
+from tandem.cli.main import app
+print(*sorted(sys.modules.keys() & {set(HEAVY)}))
+"""
 EXTRA = 'pip install "tandem-rl[train]"'
 
 
@@ -44,27 +50,31 @@ def size_mb(venv: Path) -> float:
     return sum(file.stat().st_size for path in ours for file in [path, *path.rglob("*")] if file.is_file()) / 1e6
 
 
-def slower() -> float:
-    """How many times as slow as the machine of the figure this one is now; at least 1."""
-    times: list[float] = []
-    for _ in range(5):
+def loop_s() -> float:
+    """What a plain loop takes now: LOOP_S on the machine of the figure."""
+    started = time.perf_counter()
+    sum(number for number in range(2_000_000))
+    return time.perf_counter() - started
+
+
+def help_s(tandem: Path) -> float:
+    """What `tandem --help` takes where the plain loop takes LOOP_S; the best of up to 20 tries beside a loop each."""
+    best = float("inf")
+    for _ in range(20):
+        slower = max(1.0, loop_s() / LOOP_S)
         started = time.perf_counter()
-        sum(number for number in range(2_000_000))
-        times.append(time.perf_counter() - started)
-    return max(1.0, min(times) / LOOP_S)
+        run(tandem, "--help")
+        best = min(best, (time.perf_counter() - started) / slower)
+        if best <= MOST_S:
+            break
+    return best
 
 
 def check_light(tandem: Path) -> None:
-    times: list[float] = []
-    for _ in range(7):
-        started = time.perf_counter()
-        run(tandem, "--help")
-        times.append(time.perf_counter() - started)
-    most = MOST_S * slower()
-    check(
-        min(times) <= most,
-        f"tandem --help: {min(times):.2f} s, at most {most:.2f} on this machine, {MOST_S} on its own",
-    )
+    taken = help_s(tandem)
+    check(taken <= MOST_S, f"tandem --help: {taken:.2f} s at the speed of the figure's machine, at most {MOST_S}")
+    loaded = run(tandem.with_name("python"), "-c", LOADED).stdout.split()
+    check(loaded == [], f"tandem --help loads none of {', '.join(HEAVY)}: {' '.join(loaded) or 'none'}")
     python = tandem.with_name("python")
     check(run(python, "-c", "import tandem; tandem.load_spec").returncode == 0, "import tandem")
     spec = ROOT / "examples" / "quickstart.toml"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from tandem.cli.options import AsJson
-from tandem.io.chat_feedback import Kind
 
 
 def feedback_command(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Data directory of a service, or the run it served.")],
     kind: Annotated[
-        Kind,
+        Literal["pairs", "labels", "sft"],
         typer.Option(
             "--as",
             help="Rows to write. pairs: better and worse answers; labels: answers with a label; sft: good answers.",
