@@ -32,7 +32,7 @@ Found = dict[str, Any]
 MOST_POINTS = 100_000
 """Of a series; of a longer run, means over equal numbers of steps."""
 MOST_ANSWERS, MOST_VERSIONS, MOST_LINES = 200, 2000, 1000
-_LONGEST_TEXT, _LONGEST_WHY, _LONGEST_NAME = 20_000, 2000, 200
+_LONGEST_TEXT, _LONGEST_WHY, _LONGEST_LINE, _LONGEST_NAME = 20_000, 2000, 2000, 200
 _GONE = "Its process is gone, and it has not ended: step {step} of {steps_total}."
 _NO_RUN = "there is no run of this name in the directory; the list of runs says which there are"
 
@@ -50,7 +50,7 @@ class Runs:
         return self.directory / name
 
     def all(self) -> Found:
-        rows = list_runs(self.directory)
+        rows = [row for row in list_runs(self.directory) if not Path(row["run"]).name.startswith(".")]
         return {"directory": str(self.directory), "runs": [self._row(row) for row in reversed(rows)]}
 
     def _row(self, row: Found) -> Found:
@@ -123,7 +123,8 @@ class Runs:
         if file not in there:
             return {"run": name, "file": file, "files": there, "lines": []}
         lines = read_log(place, file, MOST_LINES, before).lines
-        return plain({"run": name, "file": file, "files": there, "lines": lines})
+        cut = [{"line": each["line"], "text": str(each["text"])[:_LONGEST_LINE]} for each in lines]
+        return plain({"run": name, "file": file, "files": there, "lines": cut})
 
     def compare(self, names: Sequence[str]) -> Found:
         compared = compare_runs([self.place(name) for name in names])

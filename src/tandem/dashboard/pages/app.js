@@ -67,11 +67,12 @@ function App() {
 }
 
 /** Read a path again and again while the page is open.
- * @param {string} path @param {number} everyMs @param {any} tell */
+ * @param {string} path nothing is asked where it is empty @param {number} everyMs @param {any} tell */
 export function useFresh(path, everyMs, tell, again = 0) {
   const [found, setFound] = useState(null);
   const [problem, setProblem] = useState("");
   useEffect(() => {
+    if (!path) return;
     const ending = new AbortController();
     let timer = 0;
     const ask = async () => {

@@ -57,7 +57,7 @@ const Words = ({ text }) => String(text).split("`").map((part, at) => (at % 2 ? 
 function Overview({ found, last, link, rows, tell }) {
   const { gauge } = found;
   const key = WHAT_MATTERS.find((each) => found.metrics.includes(each));
-  const [curve] = useFresh(path(found.run, `/curves?names=${key ?? "none"}`), 0, tell);
+  const [curve] = useFresh(key ? path(found.run, `/curves?names=${key}`) : "", 0, tell);
   const series = useMemo(() => (curve ? joined(curve.series, rows) : {}), [curve, rows]);
   const live = Object.entries(FIRST).filter(([key]) => last?.[key] != null);
   return html`
@@ -94,7 +94,7 @@ function Curves({ name, names, rows, query, tell }) {
   const [x, setX] = useState(query.get("x") ?? "step");
   const [other, setOther] = useState(query.get("with") ?? "");
   const [runs] = useFresh("runs", 0, tell);
-  const [beside] = useFresh(other ? path(other, "/curves") : path(name, "/curves?names=none"), 0, tell);
+  const [beside] = useFresh(other ? path(other, "/curves") : "", 0, tell);
   const series = useMemo(() => (found ? joined(found.series, rows) : {}), [found, rows]);
   if (!found) return html`<p class="quiet" role="status">${problem || "Reading the curves …"}</p>`;
   const all = Object.keys(series);

@@ -40,13 +40,13 @@ def _page(file: str) -> tuple[bytes, dict[str, str]]:
     }
 
 
-def page_headers(scripts: str, styles: str, images: str = "'none'") -> dict[str, str]:
+def page_headers(scripts: str, styles: str, images: str = "") -> dict[str, str]:
     """Return the headers of a page that runs only these scripts and asks only its own server."""
     policy = {
         "default-src": "'none'",
         "script-src": scripts,
         "style-src": styles,
-        "img-src": images,
+        **({"img-src": images} if images else {}),
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
