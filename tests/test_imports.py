@@ -31,6 +31,7 @@ LAYERS = (
     ("publish",),
     ("loop", "runs", "online"),
     ("serve", "agent"),
+    ("dashboard",),
     ("control",),
     ("build",),
     ("recipes",),

@@ -15,6 +15,7 @@ from tandem.cli.agent import agent
 from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
 from tandem.cli.control import control_app
+from tandem.cli.dashboard import dashboard
 from tandem.cli.engine import engine_app
 from tandem.cli.env_check import env_check
 from tandem.cli.feedback import feedback_command
@@ -519,6 +520,7 @@ for command in (runs, watch, explain, report, compare, login, submit, cancel, lo
     app.command()(command)
 app.command()(targets)
 app.command()(mcp)
+app.command()(dashboard)
 app.command(hidden=True)(agent)
 env_app.command("list")(env_list)
 

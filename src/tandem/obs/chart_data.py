@@ -14,6 +14,7 @@ from tandem.obs.run_history import History, Row, evaluations, number
 
 _MOST_POINTS = 1000  # of a series; more cannot be told apart on a screen
 _HERE = Path(__file__).parent
+LIBRARY, LIBRARY_STYLE = _HERE / "vendor" / "uplot.min.js", _HERE / "vendor" / "uplot.min.css"
 
 _TITLES = {
     "reward/mean": "Reward",
@@ -45,10 +46,10 @@ class Scripts:
 def scripts() -> Scripts:
     """Return uPlot with its licence, and the script that draws the charts with it."""
     licence = (_HERE / "vendor" / "uplot.LICENSE").read_text(encoding="utf-8")
-    code = (_HERE / "vendor" / "uplot.min.js").read_text(encoding="utf-8").split("\n", 1)[1]  # its first line is a URL
+    code = LIBRARY.read_text(encoding="utf-8").split("\n", 1)[1]  # its first line is a URL
     library = f"/* uPlot 1.6.32\n{licence}\n*/\n{code}"
     own = (_HERE / "charts.js").read_text(encoding="utf-8")
-    css = (_HERE / "vendor" / "uplot.min.css").read_text(encoding="utf-8")
+    css = LIBRARY_STYLE.read_text(encoding="utf-8")
     assert "</" not in library + own + css.replace("</style", "</"), "it would end the page's script"
     return Scripts(library, own, css, f"{_source(library)} {_source(own)}")
 

@@ -59,6 +59,21 @@ def _template() -> Template:
 
 
 def _content(history: History, others: Sequence[History] = ()) -> dict[str, Any]:
+    return {
+        **result_of(history),
+        "curves": _curves(history),
+        "charts": chart_data([history, *others]),
+        "scripts": scripts(),
+        "is_running": history.status.get("state") == "running",
+        "samples": _samples(history.samples),
+        "training_samples": _training_samples(history.directory),
+        "spec": history.spec,
+        "log_tail": history.log_tail,
+    }
+
+
+def result_of(history: History) -> dict[str, Any]:
+    """Return what a run came to, in words and figures: for report.html and for the dashboard."""
     status = history.status
     return {
         "name": history.name,
@@ -76,20 +91,12 @@ def _content(history: History, others: Sequence[History] = ()) -> dict[str, Any]
         "has_baseline": ends(status)[0] is not None,
         "baseline": "before RL" if "before_rl" in history.eval else "before",
         "interval_name": interval_name(status) if interval(status) else "",
-        "curves": _curves(history),
         "rewards": reward_lines(history.rows),
-        "charts": chart_data([history, *others]),
-        "scripts": scripts(),
-        "is_running": status.get("state") == "running",
         "timing": timing(history),
         "planned": against_plan(history),
         "drops": drops(history),
         "memory": _memory(history),
         "sync": _sync(history),
-        "samples": _samples(history.samples),
-        "training_samples": _training_samples(history.directory),
-        "spec": history.spec,
-        "log_tail": history.log_tail,
     }
 
 

@@ -76,14 +76,15 @@ def compare_text(found: Comparison) -> str:
         if found.differences
         else ["  equal in every field"]
     )
-    return printable_lines([*lines, "", *(_said(pairing) for pairing in found.pairings)])
+    return printable_lines([*lines, "", *(pairing_text(pairing) for pairing in found.pairings)])
 
 
 def printable_lines(lines: Sequence[str]) -> str:
     return "\n".join(printable(line.rstrip()) for line in lines)
 
 
-def _said(pairing: Pairing) -> str:
+def pairing_text(pairing: Pairing) -> str:
+    """Return whether one run is better than the first, in a sentence."""
     if pairing.verdict is None:
         return f"{pairing.other} against {pairing.first}: not compared, {pairing.why_not}"
     low, high = pairing.verdict.interval

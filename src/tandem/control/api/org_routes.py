@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.orm import Session
 
 from tandem.control import queries
-from tandem.control.api.requests import Nothing, Plane, answer, caller_of, whole, written_once
+from tandem.control.api.requests import Nothing, Plane, answer, caller_of, written_once
 from tandem.control.audit import audit_rows
 from tandem.control.callers import Caller
 from tandem.control.ids import new_id
@@ -18,6 +18,7 @@ from tandem.control.tokens import hash_of, new_key_token
 from tandem.errors import Conflict, NotKnown
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.refusals import RequestRefused
+from tandem.serve.http.request_bounds import whole
 from tandem.shapes.runs import (
     AuditInfo,
     AuditPage,

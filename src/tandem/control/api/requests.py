@@ -151,23 +151,5 @@ def note(
     plane.audit.add(session, now, org=org, actor=actor, action=action, item=item, told=told)
 
 
-def text(request: Request, name: str) -> str:
-    """Return a text of the query; empty if there is none."""
-    found = request.query_params.get(name, "")
-    if not found.isprintable() or len(found) > 120:
-        raise RequestRefused(422, f"{name}: must have at most 120 printable characters", field=name)
-    return found
-
-
-def whole(request: Request, name: str, default: int, most: int) -> int:
-    """Return a number of the query, at most `most`."""
-    text = request.query_params.get(name, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise RequestRefused(422, f"{name} = '{text[:40]}': must be a whole number", field=name)
-    return min(int(text), most)
-
-
 def answer(model: BaseModel, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(model.model_dump_json(), status, headers, media_type="application/json")

@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sqlalchemy.orm import Session
 
 from tandem.control import queries, transitions
-from tandem.control.api.requests import Plane, answer, asked, caller_of, text, whole, written_once
+from tandem.control.api.requests import Plane, answer, asked, caller_of, written_once
 from tandem.control.callers import Caller
 from tandem.errors import NotKnown
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.refusals import RequestRefused
-from tandem.serve.http.request_bounds import AT_ONCE_BYTES
+from tandem.serve.http.request_bounds import AT_ONCE_BYTES, text, whole
 from tandem.serve.http.service import HotRoute, aside, body_at_hand
 from tandem.shapes.runs import (
     AttemptList,

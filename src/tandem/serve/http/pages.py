@@ -34,10 +34,19 @@ def page(file: str) -> Callable[[], Awaitable[Response]]:
 @cache
 def _page(file: str) -> tuple[bytes, dict[str, str]]:
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    return text.encode(), {
+        **page_headers(_digests(text, "script"), _digests(text, "style")),
+        "Cache-Control": "no-store",
+    }
+
+
+def page_headers(scripts: str, styles: str, images: str = "") -> dict[str, str]:
+    """Return the headers of a page that runs only these scripts and asks only its own server."""
     policy = {
         "default-src": "'none'",
-        "script-src": _digests(text, "script"),
-        "style-src": _digests(text, "style"),
+        "script-src": scripts,
+        "style-src": styles,
+        **({"img-src": images} if images else {}),
         "connect-src": "'self'",
         "base-uri": "'none'",
         "form-action": "'none'",
@@ -45,9 +54,8 @@ def _page(file: str) -> tuple[bytes, dict[str, str]]:
         "require-trusted-types-for": "'script'",
         "trusted-types": "'none'",
     }
-    return text.encode(), {
+    return {
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-        "Cache-Control": "no-store",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
         "Cross-Origin-Opener-Policy": "same-origin",

@@ -47,3 +47,21 @@ def check_containers(raw: bytes) -> None:
     """Do as `check_values` does, but count only lists and objects: such bodies may have many numbers."""
     if len(raw) > AT_ONCE_BYTES and holds_more(raw, MAX_VALUES, b"[{"):
         raise RequestRefused(413, f"more than {MAX_VALUES} lists and objects; send fewer")
+
+
+def text(request: Request, name: str) -> str:
+    """Return a text of the query; empty if there is none."""
+    found = request.query_params.get(name, "")
+    if not found.isprintable() or len(found) > 120:
+        raise RequestRefused(422, f"{name}: must have at most 120 printable characters", field=name)
+    return found
+
+
+def whole(request: Request, name: str, default: int, most: int) -> int:
+    """Return a number of the query, at most `most`."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise RequestRefused(422, f"{name} = '{text[:40]}': must be a whole number", field=name)
+    return min(int(text), most)

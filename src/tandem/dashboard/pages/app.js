@@ -1,0 +1,97 @@
+// The pages and how one leads to another. An address after `#` names a page, so that each can be kept and sent.
+import { html, render, useEffect, useState } from "./vendor/preact.js";
+import { keepToken, read, takeToken } from "./data.js";
+import { Compare } from "./compare.js";
+import { Run } from "./run.js";
+import { Runs } from "./runs.js";
+
+takeToken();
+
+const place = () => {
+  const [path, query] = location.hash.slice(1).split("?");
+  return { parts: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query ?? "") };
+};
+
+/** Change one part of the address without a new entry in the history. */
+export function keepInAddress(/** @type {Record<string, string>} */ changes) {
+  const { query } = place();
+  for (const [name, value] of Object.entries(changes)) value ? query.set(name, value) : query.delete(name);
+  const path = location.hash.slice(1).split("?")[0] || "/";
+  history.replaceState(null, "", `#${path}${query.size ? `?${query}` : ""}`);
+}
+
+function AskToken({ then }) {
+  const [token, setToken] = useState("");
+  const enter = async (event) => {
+    event.preventDefault();
+    keepToken(token);
+    then();
+  };
+  return html`<main class="shown" id="content"><form class="card" onSubmit=${enter}>
+    <h1>Token</h1>
+    <p class="quiet">The command <code>tandem dashboard</code> printed an address with it. It is kept while this tab is open.</p>
+    <div class="tools"><label class="sr" for="token">Token</label>
+      <input id="token" type="password" autocomplete="off" value=${token} onInput=${(e) => setToken(e.target.value)} />
+      <button class="main">Open</button></div></form></main>`;
+}
+
+function App() {
+  const [at, setAt] = useState(place());
+  const [allowed, setAllowed] = useState(true);
+  const [live, setLive] = useState(true);
+  const [asked, setAsked] = useState(0);
+  useEffect(() => {
+    const moved = () => setAt(place());
+    addEventListener("hashchange", moved);
+    return () => removeEventListener("hashchange", moved);
+  }, []);
+  useEffect(() => {
+    document.title = at.parts[0] === "run" ? `${at.parts[1]} · tandem` : at.parts[0] === "compare" ? "Compare · tandem" : "Runs · tandem";
+  }, [at]);
+  const tell = {
+    live: setLive,
+    refused: (error) => (error.status === 401 ? setAllowed(false) : setLive(false)),
+  };
+  const where = at.parts[0] === "run" ? html`<a href="#/">Runs</a> / ${at.parts[1]}` : at.parts[0] === "compare" ? html`<a href="#/">Runs</a> / Compare` : "Runs";
+  const page = !allowed
+    ? html`<${AskToken} then=${() => (setAllowed(true), setAsked(asked + 1))} />`
+    : at.parts[0] === "run"
+      ? html`<${Run} key=${`${at.parts[1]}:${asked}`} name=${at.parts[1]} tab=${at.parts[2] ?? ""} query=${at.query} tell=${tell} />`
+      : at.parts[0] === "compare"
+        ? html`<${Compare} key=${at.query.toString()} names=${at.query.getAll("run")} tell=${tell} />`
+        : html`<${Runs} key=${asked} query=${at.query} tell=${tell} />`;
+  return html`<a class="skip" href="#content" onClick=${(e) => (e.preventDefault(), document.getElementById("content")?.focus())}>Skip to the content</a>
+    <header class="bar"><a class="brand" href="#/">tandem</a><nav class="where" aria-label="Place">${where}</nav>
+      <span class=${`live ${live && allowed ? "on" : ""}`} role="status"><i></i>${live && allowed ? "live" : "not connected"}</span></header>
+    ${page}`;
+}
+
+/** Read a path again and again while the page is open.
+ * @param {string} path nothing is asked where it is empty @param {number} everyMs @param {any} tell */
+export function useFresh(path, everyMs, tell, again = 0) {
+  const [found, setFound] = useState(null);
+  const [problem, setProblem] = useState("");
+  useEffect(() => {
+    if (!path) return;
+    const ending = new AbortController();
+    let timer = 0;
+    const ask = async () => {
+      try {
+        setFound(await read(path, ending.signal));
+        setProblem("");
+        tell.live(true);
+      } catch (error) {
+        if (ending.signal.aborted) return;
+        tell.refused(error);
+        if (error.status === 401) return;
+        setProblem(error.message);
+      }
+      if (everyMs) timer = setTimeout(ask, everyMs);
+    };
+    ask();
+    return () => (ending.abort(), clearTimeout(timer));
+  }, [path, everyMs, again]);
+  return [found, problem];
+}
+
+render(html`<${App} />`, document.getElementById("app"));

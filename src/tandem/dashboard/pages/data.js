@@ -1,0 +1,87 @@
+// Ask the service: with the token of this tab, and nothing else than this server.
+const KEY = "tandem-token";
+
+/** The token comes in the fragment of the address that the command prints, and stays in this tab only. */
+export function takeToken() {
+  const found = /[#&]token=([0-9a-zA-Z_.-]+)/.exec(location.hash);
+  if (!found) return;
+  sessionStorage.setItem(KEY, found[1]);
+  history.replaceState(null, "", location.pathname + "#/");
+}
+export const keepToken = (/** @type {string} */ token) => sessionStorage.setItem(KEY, token.trim());
+const headers = () => ({ Authorization: `Bearer ${sessionStorage.getItem(KEY) ?? ""}`, Accept: "application/json" });
+
+export class Refused extends Error {
+  /** @param {number} status @param {string} text */
+  constructor(status, text) {
+    super(text);
+    this.status = status;
+  }
+}
+
+/** @param {string} path @param {AbortSignal} [signal] */
+export async function read(path, signal) {
+  let answer;
+  try {
+    answer = await fetch(`api/${path}`, { headers: headers(), signal, cache: "no-store" });
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new Refused(0, "The server does not answer. The page asks again.");
+  }
+  if (answer.ok) return answer.json();
+  const told = await answer.json().catch(() => ({}));
+  throw new Refused(answer.status, told?.error?.message ?? told?.detail ?? `The server answered with ${answer.status}.`);
+}
+
+/** Follow a stream of events for ever, from where it broke off. Returns a function that ends it.
+ * @param {string} path @param {(kind: string, data: any) => void} tell @param {(on: boolean) => void} connected */
+export function follow(path, tell, connected) {
+  const ending = new AbortController();
+  let last = "";
+  const listen = async () => {
+    const more = last ? { "Last-Event-ID": last } : {};
+    const answer = await fetch(`api/${path}`, { headers: { ...headers(), ...more, Accept: "text/event-stream" }, signal: ending.signal });
+    if (!answer.ok || !answer.body) throw new Refused(answer.status, "no stream");
+    connected(true);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop() ?? "";
+      for (const block of blocks) {
+        const fields = Object.fromEntries(block.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
+        if (fields.id) last = fields.id;
+        if (fields.event) tell(fields.event, JSON.parse(fields.data));
+      }
+    }
+  };
+  (async () => {
+    while (!ending.signal.aborted) {
+      try {
+        await listen();
+      } catch {
+        // asked again below
+      }
+      if (ending.signal.aborted) return;
+      connected(false);
+      await new Promise((done) => setTimeout(done, 1000));
+    }
+  })();
+  return () => ending.abort();
+}
+
+export const path = (/** @type {string} */ name, more = "") => `runs/${encodeURIComponent(name)}${more}`;
+export const number = (/** @type {number | null | undefined} */ value, digits = 4) => {
+  if (value == null) return "–";
+  const size = Math.abs(value);
+  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(1) : String(Number(value.toPrecision(digits)));
+};
+export const bytes = (/** @type {number} */ count) => {
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+    if (count < 1024) return `${unit === "B" ? count : count.toFixed(1)} ${unit}`;
+    count /= 1024;
+  }
+  return `${count.toFixed(1)} TiB`;
+};
