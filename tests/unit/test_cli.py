@@ -100,10 +100,12 @@ def test_the_version_is_told():
 def test_help_answers_within_half_a_second():
     """Of processor time, beside what it must import, in turns: neither others nor a slow machine decide the outcome."""
     commands = (TANDEM, "--help"), (sys.executable, "-c", "import typer.rich_utils")
-    pairs = [[processor_seconds(*command) for command in commands] for _ in range(5)]
-    help_s, imports_s = map(min, zip(*pairs, strict=True))
-    # Where the imports alone take longer than 0.2 s, the machine is slow, and all else takes longer too.
-    assert help_s <= 0.5 * max(1.0, imports_s / 0.2)
+    for _ in range(5):
+        help_s, imports_s = (processor_seconds(*command) for command in commands)
+        # Where the imports alone take longer than 0.2 s, the machine is slow, and all else takes longer too.
+        if help_s <= 0.5 * max(1.0, imports_s / 0.2):
+            return
+    pytest.fail(f"tandem --help took {help_s:.2f} s, and its imports alone {imports_s:.2f} s")
 
 
 def processor_seconds(*command: str) -> float:

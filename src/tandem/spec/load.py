@@ -6,6 +6,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
@@ -112,8 +113,9 @@ def parse_seeds(text: str) -> list[int]:
         raise SpecError(f"--seeds {text}: write whole numbers separated by commas, as in --seeds 0,1,2") from None
 
 
+@cache
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec."""
+    """Return the JSON Schema of a spec; the caller must not change it. Making it takes a tenth of a second."""
     return _ADAPTER.json_schema()
 
 
