@@ -113,10 +113,14 @@ def parse_seeds(text: str) -> list[int]:
         raise SpecError(f"--seeds {text}: write whole numbers separated by commas, as in --seeds 0,1,2") from None
 
 
-@cache
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec; the caller must not change it. Making it takes a tenth of a second."""
-    return _ADAPTER.json_schema()
+    """Return the JSON Schema of a spec. Leave it as it is: all callers get the same."""
+    return _schema()
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return _ADAPTER.json_schema()  # takes a tenth of a second
 
 
 def to_toml(spec: BaseModel) -> str:
