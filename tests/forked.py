@@ -44,7 +44,8 @@ _PRELOADED = (
 _OF_TESTS = (
     "pytest", "typer.testing", "peft", "torch._inductor.select_algorithm", "mcp.server", "openai",
     "gymnasium", "alembic.command", "tandem.assistant.server", "tandem.control.api.service",
-    "tandem.online.orchestrator", "tandem.bridge.collective.receiver", "tandem.engine.vllm.engine", "tandem.env.catalog",
+    "tandem.online.orchestrator", "tandem.bridge.collective.receiver", "tandem.engine.vllm.engine",
+    "tandem.env.catalog",
 )  # fmt: skip
 """What tests import beside that; not pandas and datasets, which start a thread."""
 _EXECUTED = ("tandem.recipes.follower",)
