@@ -1,11 +1,14 @@
-"""The dashboard's HTTP service: pages without data in them, and the data for those who have the token."""
+"""The dashboard over HTTP: pages without data in them, and the data for those who may see it.
+
+`tandem dashboard` serves the runs of a directory; the control plane serves the same pages over its mirrors.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,14 +32,29 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": PAGE, ".svg": "
 _POLL_S, _SIGN_S = 0.5, 10.0
 _MOST_NAMES, _MOST_RUNS = 40, 8
 
-View = Callable[..., dict[str, Any]]
+View = Callable[[Runs], dict[str, Any]]
+RunsFor = Callable[[Request, Sequence[str]], Awaitable[Runs]]
+"""Returns the runs of these names, or all for none, that the request may see. NotKnown for others."""
+AboutServer = Callable[[Request], Awaitable[dict[str, Any]]]
 
 
 def dashboard_service(directory: Path) -> Service:
     """Serve the runs in a directory. It reads them, and changes nothing."""
-    routes = DashboardRoutes(Runs(directory))
-    pages = frozenset({"/", *(f"/pages/{name}" for name in _files())})
-    return Service("tandem dashboard", routes.router, open_paths=pages, ending=routes.ended.set)
+    runs = Runs(directory)
+
+    async def runs_for(request: Request, names: Sequence[str]) -> Runs:
+        return runs
+
+    async def about(request: Request) -> dict[str, Any]:
+        return {"where": str(directory), "pages": [], "may": []}
+
+    routes = DashboardRoutes(runs_for, about)
+    return Service("tandem dashboard", routes.router, open_paths=page_paths(), ending=routes.ended.set)
+
+
+def page_paths() -> frozenset[str]:
+    """Return the paths of the pages. They hold no data, so anyone may load them."""
+    return frozenset({"/", *(f"/pages/{name}" for name in _files())})
 
 
 @cache
@@ -47,34 +65,40 @@ def _files() -> dict[str, Path]:
 
 
 class DashboardRoutes:
-    def __init__(self, runs: Runs) -> None:
-        self.runs, self.ended = runs, asyncio.Event()
+    def __init__(self, runs_for: RunsFor, about: AboutServer) -> None:
+        self._runs_for, self._about, self.ended = runs_for, about, asyncio.Event()
         self.router = APIRouter()
         add = self.router.add_api_route
         add("/", _page_route("index.html"), methods=["GET"])
         for name in _files():
             add(f"/pages/{name}", _page_route(name), methods=["GET"])
-        add("/api/runs", self.all, methods=["GET"])
-        add("/api/compare", self.compare, methods=["GET"])
+        add("/api/views", self.about, methods=["GET"])
+        add("/api/views/runs", self.all, methods=["GET"])
+        add("/api/views/compare", self.compare, methods=["GET"])
         for kind in ("curves", "answers", "versions", "log", "follow"):
-            add(f"/api/runs/{{run}}/{kind}", getattr(self, kind), methods=["GET"])
-        add("/api/runs/{run}", self.overview, methods=["GET"])
+            add(f"/api/views/runs/{{run}}/{kind}", getattr(self, kind), methods=["GET"])
+        add("/api/views/runs/{run}", self.overview, methods=["GET"])
+
+    @speaks()
+    async def about(self, request: Request) -> Response:
+        """Say what this server has besides runs, and what the caller may do: for the dashboard's pages."""
+        return _told(await self._about(request))
 
     @speaks()
     async def all(self, request: Request) -> Response:
         """List the runs, the newest first."""
-        return await self._read(request, self.runs.all)
+        return await self._read(request, (), lambda runs: runs.all())
 
     @speaks()
     async def overview(self, run: str, request: Request) -> Response:
         """Return how a run stands and what it came to."""
-        return await self._read(request, self.runs.overview, run)
+        return await self._read(request, (run,), lambda runs: runs.overview(run))
 
     @speaks(query=("names",))
     async def curves(self, run: str, request: Request) -> Response:
         """Return columns of metrics: `names` with commas between them, `*` for any letters."""
         names = request.query_params.get("names", "*").split(",")[:_MOST_NAMES]
-        return await self._read(request, self.runs.curves, run, names)
+        return await self._read(request, (run,), lambda runs: runs.curves(run, names))
 
     @speaks(query=("first", "last", "grep", "min_reward", "max_reward"))
     async def answers(self, run: str, request: Request) -> Response:
@@ -86,18 +110,18 @@ class DashboardRoutes:
             "min_reward": _decimal(request, "min_reward"),
             "max_reward": _decimal(request, "max_reward"),
         }
-        return await self._read(request, lambda: self.runs.answers(run, **wanted))
+        return await self._read(request, (run,), lambda runs: runs.answers(run, **wanted))
 
     @speaks()
     async def versions(self, run: str, request: Request) -> Response:
         """Return the proof of each version of the weights."""
-        return await self._read(request, self.runs.versions, run)
+        return await self._read(request, (run,), lambda runs: runs.versions(run))
 
     @speaks(query=("file", "before"))
     async def log(self, run: str, request: Request) -> Response:
         """Return the last lines of a log, or those before line `before`."""
         file, before = text(request, "file") or LOGS[0], whole(request, "before", 0, 2**53)
-        return await self._read(request, self.runs.log, run, file, before)
+        return await self._read(request, (run,), lambda runs: runs.log(run, file, before))
 
     @speaks(query=("run",))
     async def compare(self, request: Request) -> Response:
@@ -105,23 +129,24 @@ class DashboardRoutes:
         names = request.query_params.getlist("run")[:_MOST_RUNS]
         if len(names) < 2:
             raise RequestRefused(422, "run: name two runs or more", field="run")
-        return await self._read(request, self.runs.compare, names)
+        return await self._read(request, names, lambda runs: runs.compare(names))
 
     @speaks(answers=(EVENTS,))
     async def follow(self, run: str, request: Request) -> Response:
         """Stream the rows of a run's metrics as they are written, and how it stands. It goes on after Last-Event-ID."""
         last = request.headers.get("last-event-id", "")
         start = int(last) if last.isascii() and last.isdigit() and len(last) < 16 else -1
-        follower = Follower(self.runs.place(run), start)
+        follower = Follower((await self._runs_for(request, (run,))).place(run), start)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._told(run, follower, request), media_type=EVENTS, headers=headers)
+        return StreamingResponse(self._events(run, follower, request), media_type=EVENTS, headers=headers)
 
-    async def _told(self, run: str, follower: Follower, request: Request) -> AsyncIterator[str]:
+    async def _events(self, run: str, follower: Follower, request: Request) -> AsyncIterator[str]:
         quiet_s, before = 0.0, ""
         yield ": follow\n\n"
         while not self.ended.is_set():
             try:
-                rows, sight = await aside(request)(lambda: (follower.rows(), self.runs.stands(run)))
+                rows = await aside(request)(follower.rows)  # before the state: the last row comes before the end
+                sight = await aside(request)((await self._runs_for(request, (run,))).stands, run)
             except (TandemError, OSError, ValueError):  # damaged or gone meanwhile; the page's next question says so
                 return
             told = [f"id: {end}\nevent: row\ndata: {json.dumps(plain(row))}\n\n" for end, row in rows]
@@ -139,18 +164,22 @@ class DashboardRoutes:
             except TimeoutError:
                 pass
 
-    async def _read(self, request: Request, view: View, *given: Any) -> Response:
-        """Answer with a view. What a run's own files forbid is told with 409, and not as a failure of the service."""
+    async def _read(self, request: Request, names: Sequence[str], view: View) -> Response:
+        """Answer with a view of these runs. What a run's own files forbid is told with 409, and not as a failure of the
+        service."""
+        runs = await self._runs_for(request, names)
         try:
-            found = await aside(request)(view, *given)
+            found = await aside(request)(view, runs)
         except NotKnown:
             raise
         except (RunError, OSError, ValueError) as error:
             raise RequestRefused(409, str(error)) from error
-        return Response(json.dumps(found, allow_nan=False), media_type="application/json", headers=_NO_STORE)
+        return _told(found)
 
 
-_NO_STORE = {"Cache-Control": "no-store"}
+def _told(found: dict[str, Any]) -> Response:
+    text = json.dumps(found, allow_nan=False)
+    return Response(text, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def _page_route(name: str) -> Callable[[Request], Awaitable[Response]]:

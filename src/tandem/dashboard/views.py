@@ -18,7 +18,7 @@ from tandem.io.kept_samples import first_and_last_step, samples
 from tandem.io.log_lines import LOGS, read_log
 from tandem.obs.claims import headline, printable
 from tandem.obs.report import result_of
-from tandem.obs.run_history import Row, evaluations, number, read_history
+from tandem.obs.run_history import History, Row, evaluations, number, read_history
 from tandem.obs.sync_audit import audit_sync
 from tandem.obs.sync_report import verdict as sync_verdict
 from tandem.runs.compare import compare_json, compare_runs, pairing_text
@@ -58,7 +58,7 @@ class Runs:
         if row["state"] == "running":
             sight = self.sight(name)
             row = {**row, "step": sight["step"], "liveness": sight["liveness"], "stage": sight["stage"]}
-        return plain({**row, "run": name, "error": first_line(str(row.get("error", "")))})
+        return plain({**row, "run": name, "title": name, "error": first_line(str(row.get("error", "")))})
 
     def sight(self, name: str) -> Found:
         """Return how a run stands. Only from the second look on can it say whether the run makes progress."""
@@ -69,17 +69,24 @@ class Runs:
         sight = self.sight(name)
         return plain({key: sight[key] for key in ("state", "stage", "step", "steps_total", "liveness", "verdict")})
 
+    def explained(self, name: str) -> Found:
+        """Return why a run ended so, and what to do next."""
+        return explain_run(self.place(name), name=name)
+
+    def history(self, name: str) -> History:
+        return read_history(self.place(name))
+
     def overview(self, name: str) -> Found:
-        place, sight, stands = self.place(name), self.sight(name), self.stands(name)
-        history, explained = read_history(place), explain_run(place, name=name)
+        sight, stands = self.sight(name), self.stands(name)
+        history, explained = self.history(name), self.explained(name)
         result = result_of(history)
-        steps = first_and_last_step(place)
         return plain(
             {
                 **result,
                 "headline": result["headline"] if stands["liveness"] != "gone" else _GONE.format(**stands),
                 "error": "",
                 "run": name,
+                "title": name,
                 "stands": stands,
                 "last": sight["metrics"],
                 "events": sight["events"],
@@ -89,14 +96,15 @@ class Runs:
                 "next": explained["next"],
                 "proof": {key: value for key, value in self.versions(name).items() if key in ("proven", "verdict")},
                 "metrics": metric_names(history.rows),
-                "answers_of_steps": steps,
+                "answers_of_steps": first_and_last_step(self.place(name)),
                 "spec": history.spec,
+                "server": None,
             }
         )
 
     def curves(self, name: str, names: Sequence[str]) -> Found:
         """Return columns of the metrics whose name fits one of `names`, and the evaluations."""
-        history = read_history(self.place(name))
+        history = self.history(name)
         wanted = [key for key in metric_names(history.rows) if any(fnmatch.fnmatchcase(key, each) for each in names)]
         series = {key: column(history.rows, key) for key in wanted}
         held_out = [[each.step, each.value] for each in evaluations(history)]
@@ -105,9 +113,10 @@ class Runs:
     def answers(self, name: str, **wanted: Any) -> Found:
         """Return the answers of one step's tasks, siblings together; or those that fit, the newest first."""
         place = self.place(name)
-        found = samples(place, **wanted, limit=MOST_ANSWERS)
+        steps = first_and_last_step(place)
+        found = samples(place, **wanted, limit=MOST_ANSWERS) if steps else []
         found.sort(key=lambda row: (-row["step"], row["group"]))
-        return plain({"run": name, "steps": first_and_last_step(place), "answers": found})
+        return plain({"run": name, "steps": steps, "answers": found})
 
     def versions(self, name: str) -> Found:
         """Return each version's proof, the newest first, and what is wrong."""

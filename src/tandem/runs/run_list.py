@@ -26,10 +26,11 @@ def list_runs(directory: str | Path = "runs") -> list[Row]:
     if not place.is_dir():
         raise RunError(f"{place}: is not a directory; name the one that holds your runs, or train first")
     paths = [path for path in place.iterdir() if (path / "spec.toml").exists()]
-    return [_row(path) for path in sorted(paths, key=lambda path: (path / "spec.toml").stat().st_mtime)]
+    return [run_row(path) for path in sorted(paths, key=lambda path: (path / "spec.toml").stat().st_mtime)]
 
 
-def _row(run_dir: Path) -> Row:
+def run_row(run_dir: Path) -> Row:
+    """Return the row of one run."""
     try:
         found: object = read_json(run_dir / "status.json")
     except FileNotFoundError:

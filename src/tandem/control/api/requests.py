@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from sqlalchemy.orm import Session
 from starlette.types import Scope
 
+from tandem.control import queries
 from tandem.control.audit import AuditLog
 from tandem.control.callers import AgentCaller, Caller, Callers
 from tandem.control.mirror import Mirror
@@ -26,7 +27,7 @@ from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.request_bounds import AT_ONCE_BYTES, check_values, idempotency_key
 from tandem.serve.http.service import aside, body_at_hand, let_go
 from tandem.shapes.base import Asked
-from tandem.shapes.runs import TargetInfo
+from tandem.shapes.runs import RunInfo, TargetInfo
 from tandem.spec.load import plain_message
 
 _CALLER = "tandem.caller"
@@ -55,6 +56,11 @@ class Plane:
     """Asks every target what it offers now."""
     wake: Callable[[], None]
     """Called when a run has changed, so that the loop looks at once."""
+
+    async def with_progress(self, info: RunInfo) -> RunInfo:
+        """Return the run with what its mirrored files say of its progress."""
+        status = await self.mirror.small(info.id, "status.json")
+        return queries.with_progress(info, status, await self.mirror.small(info.id, "progress.json"))
 
 
 def authenticate(callers: Callers, rate: RateLimit, authorization: str, scope: Scope) -> None:

@@ -90,7 +90,7 @@ class RunRoutes:
         found = await self.plane.store.read(
             lambda session: queries.run_page(session, caller, filters, before, limit, now)
         )
-        items = [await self._with_progress(each) for each in found]
+        items = [await self.plane.with_progress(each) for each in found]
         return answer(RunPage(items=items, next=items[-1].id if len(items) == limit else ""))
 
     @speaks(answer=RunInfo, scope="runs:read")
@@ -98,11 +98,7 @@ class RunRoutes:
         """Return one run."""
         caller, id, now = caller_of(request, "runs:read"), request.path_params["id"], self.plane.clock()
         info = await self.plane.store.read(lambda session: queries.run_info(session, caller, id, now))
-        return answer(await self._with_progress(info))
-
-    async def _with_progress(self, info: RunInfo) -> RunInfo:
-        status = await self.plane.mirror.small(info.id, "status.json")
-        return queries.with_progress(info, status, await self.plane.mirror.small(info.id, "progress.json"))
+        return answer(await self.plane.with_progress(info))
 
     @speaks(CancelBody, optional=True, key="required", status=202, answer=RunInfo, scope="runs:write")
     async def cancel(self, id: str, request: Request) -> Response:

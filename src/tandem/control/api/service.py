@@ -16,8 +16,10 @@ from tandem.control.api.org_routes import OrgRoutes
 from tandem.control.api.requests import Plane, authenticate
 from tandem.control.api.run_routes import READ_BYTES, RunRoutes
 from tandem.control.api.secret_routes import SecretRoutes
+from tandem.control.api.view_routes import view_routes
 from tandem.control.rates import RateLimit
 from tandem.control.transitions import LEASE_MS
+from tandem.dashboard.service import page_paths
 from tandem.errors import StoreError
 from tandem.serve.http.service import Service
 from tandem.shapes.agent import APPEND_BYTES, PIECE_BYTES
@@ -35,9 +37,9 @@ def control_service(
 ) -> Service:
     """Build the service. `loop` runs beside the requests, from the first to the last; `close` is called after it.
     `requests_per_s`: of each key; 0: no limit."""
-    runs, agents = RunRoutes(plane), AgentRoutes(plane)
+    runs, agents, views = RunRoutes(plane), AgentRoutes(plane), view_routes(plane)
     router = APIRouter()
-    for each in (runs, agents, OrgRoutes(plane), SecretRoutes(plane)):
+    for each in (runs, agents, OrgRoutes(plane), SecretRoutes(plane), views):
         router.include_router(each.router)
     tasks: list[asyncio.Task[None]] = []
 
@@ -57,6 +59,10 @@ def control_service(
         except Exception as error:
             died.append(f"the loop over the runs has ended: {type(error).__name__}: {error}; restart the control plane")
             raise
+
+    def ending() -> None:
+        runs.ended.set()
+        views.ended.set()
 
     async def start() -> None:
         await plane.audit.keep(plane.store)
@@ -84,8 +90,8 @@ def control_service(
         close=end,
         why_unfit=lambda: plane.store.broken or (died[0] if died else ""),
         gzip=True,
-        open_paths=frozenset({"/openapi.json"}),
+        open_paths=page_paths() | {"/openapi.json"},
         hot=[*runs.hot, *agents.hot],
-        ending=runs.ended.set,
+        ending=ending,
         authenticate=partial(authenticate, plane.callers, RateLimit(requests_per_s)),
     )  # fmt: skip

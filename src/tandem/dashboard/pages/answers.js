@@ -10,7 +10,7 @@ export function Answers({ name, steps, query, tell }) {
   const [most, setMost] = useState(query.get("max") ?? "");
   const asked = new URLSearchParams(Object.entries({ first: step, grep, min_reward: least, max_reward: most }).filter(([, value]) => value));
   const [found, problem] = useFresh(steps.length ? path(name, `/answers?${asked}`) : "", 0, tell);
-  if (!steps.length) return html`<p class="quiet">This run keeps no answers: runs of recipe rl do, unless samples.share = 0.</p>`;
+  if (!steps.length) return html`<p class="quiet">No answers here. Runs of recipe rl keep them, unless samples.share = 0; a control server has them once the run has ended.</p>`;
   const set = (key, value, put) => (put(value), keepInAddress({ [key]: value }));
   const groups = new Map();
   for (const each of found?.answers ?? []) {

@@ -19,13 +19,40 @@ export class Refused extends Error {
   }
 }
 
+/** A path of the views, or of the server's own API where it begins with `/`. */
+const url = (/** @type {string} */ path) => (path.startsWith("/") ? `api${path}` : `api/views${path ? `/${path}` : ""}`);
+
 /** @param {string} path @param {AbortSignal} [signal] */
 export async function read(path, signal) {
+  return ask(path, { headers: headers(), signal, cache: "no-store" });
+}
+
+const MOST_PAGES = 20;
+
+/** Read a list whose end the server gives in pages. @param {string} path @param {AbortSignal} [signal] */
+export async function readAll(path, signal) {
+  const found = await read(path, signal);
+  for (let pages = 1; found.next && pages < MOST_PAGES; pages++) {
+    const more = await read(`${path}${path.includes("?") ? "&" : "?"}after=${encodeURIComponent(found.next)}`, signal);
+    found.items.push(...more.items);
+    found.next = more.next;
+  }
+  return found;
+}
+
+/** Ask for a change, once: the key lets the server recognise a repeated request.
+ * @param {string} path @param {any} body */
+export async function change(path, body) {
+  const more = { "Content-Type": "application/json", "Idempotency-Key": crypto.getRandomValues(new Uint32Array(4)).join("-") };
+  return ask(path, { method: "POST", headers: { ...headers(), ...more }, body: JSON.stringify(body) });
+}
+
+async function ask(path, options) {
   let answer;
   try {
-    answer = await fetch(`api/${path}`, { headers: headers(), signal, cache: "no-store" });
+    answer = await fetch(url(path), options);
   } catch (error) {
-    if (signal?.aborted) throw error;
+    if (options.signal?.aborted) throw error;
     throw new Refused(0, "The server does not answer. The page asks again.");
   }
   if (answer.ok) return answer.json();
@@ -40,7 +67,7 @@ export function follow(path, tell, connected) {
   let last = "";
   const listen = async () => {
     const more = last ? { "Last-Event-ID": last } : {};
-    const answer = await fetch(`api/${path}`, { headers: { ...headers(), ...more, Accept: "text/event-stream" }, signal: ending.signal });
+    const answer = await fetch(url(path), { headers: { ...headers(), ...more, Accept: "text/event-stream" }, signal: ending.signal });
     if (!answer.ok || !answer.body) throw new Refused(answer.status, "no stream");
     connected(true);
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -78,6 +105,8 @@ export const number = (/** @type {number | null | undefined} */ value, digits = 
   const size = Math.abs(value);
   return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(1) : String(Number(value.toPrecision(digits)));
 };
+export const when = (/** @type {number} */ ms) => (ms ? new Date(ms).toISOString().slice(0, 16).replace("T", " ") : "–");
+export const usd = (/** @type {number} */ value) => `${value.toFixed(2)} USD`;
 export const bytes = (/** @type {number} */ count) => {
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
     if (count < 1024) return `${unit === "B" ? count : count.toFixed(1)} ${unit}`;

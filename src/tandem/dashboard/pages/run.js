@@ -3,7 +3,7 @@ import { html, useEffect, useMemo, useState } from "./vendor/preact.js";
 import { keepInAddress, useFresh } from "./app.js";
 import { Answers } from "./answers.js";
 import { Chart } from "./chart.js";
-import { bytes, follow, number, path } from "./data.js";
+import { bytes, change, follow, number, path, when } from "./data.js";
 import { stateOf } from "./runs.js";
 
 const TABS = { "": "Overview", curves: "Curves", answers: "Answers", weights: "Weights", log: "Log", attempts: "Attempts", spec: "Spec" };
@@ -11,7 +11,7 @@ const FIRST = { "reward/mean": "Reward", "loss/total": "Loss", "policy/entropy":
 const WHAT_MATTERS = ["reward/mean", "loss/total"];
 const PHASES = ["time/generate_s", "time/train_s", "time/sync_s"];
 
-export function Run({ name, tab, query, tell }) {
+export function Run({ name, tab, query, may, tell }) {
   const [again, setAgain] = useState(0);
   const [found, problem] = useFresh(path(name), 0, tell, again);
   const [stands, setStands] = useState(null);
@@ -43,12 +43,40 @@ export function Run({ name, tab, query, tell }) {
     spec: () => html`<section class="card"><h2>spec.toml</h2><pre>${found.spec}</pre></section>`,
   };
   return html`<main id="content" tabindex="-1">
-    <header><p class="quiet" style=${{ margin: 0 }}><b>${name}</b> ${found.recipe && `· ${found.recipe} run`} <span class=${`pill ${stateOf(now)}`}>${stateOf(now)}</span> ${found.verdict && html`<span class=${`pill ${found.verdict}`}>${found.verdict}</span>`}
+    <header><p class="quiet" style=${{ margin: 0 }}><b>${found.title}</b> ${found.recipe && `· ${found.recipe} run`} <span class=${`pill ${stateOf(now)}`}>${stateOf(now)}</span> ${found.verdict && html`<span class=${`pill ${found.verdict}`}>${found.verdict}</span>`}
       ${now.steps_total ? html` <span aria-live="polite">step ${now.step.toLocaleString("en")} of ${now.steps_total.toLocaleString("en")}${now.state === "running" && now.stage ? `, ${now.stage}` : ""}</span>` : ""}</p>
-      <h1>${found.headline}</h1></header>
+      <h1>${found.headline}</h1>
+      ${found.server && may.includes("write") && html`<${Actions} name=${name} state=${now.state} want=${found.server.want} done=${() => setAgain((n) => n + 1)} />`}</header>
     <nav class="tabs" aria-label="Parts of the run">${Object.entries(TABS).map(([each, label]) => html`<a href=${link(each)} aria-current=${each === tab ? "page" : undefined}>${label}</a>`)}</nav>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
     ${(shown[tab] ?? shown[""])()}</main>`;
+}
+
+const OVER = ["succeeded", "failed", "cancelled", "stopped"];
+
+/** End a run or let it go on, where a control server says that this key may. */
+function Actions({ name, state, want, done }) {
+  const [sure, setSure] = useState(false);
+  const [problem, setProblem] = useState("");
+  const ask = (what, body) => async () => {
+    setSure(false);
+    try {
+      await change(`/${path(name, `/${what}`)}`, body);
+      setProblem("");
+    } catch (error) {
+      setProblem(error.message);
+    }
+    done();
+  };
+  if (state === "succeeded") return null;
+  return html`<div class="tools">${OVER.includes(state)
+    ? html`<button onClick=${ask("resume", {})}>Resume from its last checkpoint</button>`
+    : want !== "run"
+      ? html`<span class="quiet" role="status">It was asked to ${want === "stop" ? "save and end" : "end"}.</span>${want === "stop" && html`<button onClick=${ask("cancel", { save: false })}>End it now, without saving</button>`}`
+      : !sure
+        ? html`<button onClick=${() => setSure(true)}>End this run …</button>`
+        : html`<b role="status">End it?</b><button class="main" onClick=${ask("cancel", { save: true })}>Save a checkpoint, then end</button><button onClick=${ask("cancel", { save: false })}>End now, without saving</button><button onClick=${() => setSure(false)}>Let it go on</button>`}
+    ${problem && html`<p class="error" role="alert">${problem}</p>`}</div>`;
 }
 
 /** Text whose `parts` are commands. */
@@ -70,7 +98,7 @@ function Overview({ found, last, link, rows, tell }) {
         <span class="below" style=${{ left: `${Math.max(gauge.before, 4)}%` }}>${found.baseline}</span><span class="above" style=${{ left: `${Math.min(96, Math.max(3, gauge.after))}%` }}>after</span></div>`}
       ${found.caveat && html`<p class="quiet">${found.caveat}</p>`}
       ${!found.why && html`<p class="quiet">Next: <${Words} text=${found.next} /></p>`}
-      <dl>${found.facts.map(([label, value]) => html`<div><dt>${label}</dt><dd>${value}</dd></div>`)}</dl></section>
+      <dl>${[...found.facts, ...(found.server?.facts ?? [])].map(([label, value]) => html`<div><dt>${label}</dt><dd>${value}</dd></div>`)}</dl></section>
     ${key && series[key] && html`<div style=${{ marginBottom: "16px" }}><${Chart} title=${FIRST[key]} lines=${withEvaluations([line(FIRST[key], series, key, "step")], key, curve)} height=${230} /></div>`}
     <div class="grid">
       ${live.length > 0 && html`<section class="card"><h2>Step ${last.step}</h2><dl>${live.map(([key, label]) => html`<div><dt>${label}</dt><dd>${number(last[key])}</dd></div>`)}</dl><p class="quiet" style=${{ marginTop: "12px" }}><a href=${link("curves")}>All curves</a></p></section>`}
@@ -106,7 +134,7 @@ function Curves({ name, names, rows, query, tell }) {
       <label class="line"><input type="checkbox" checked=${log} onChange=${(e) => set("log", e.target.checked, setLog)} />log</label>
       <label class="line">smooth <input type="range" min="0" max="0.98" step="0.02" value=${smooth} onInput=${(e) => set("smooth", Number(e.target.value), setSmooth)} /></label>
       <label class="line">x <select value=${x} onChange=${(e) => set("x", e.target.value, setX)}><option value="step">step</option><option value="time">seconds in steps</option><option value="tokens">tokens trained on</option></select></label>
-      <label class="line">over <select value=${other} onChange=${(e) => set("with", e.target.value, setOther)}><option value="">no other run</option>${(runs?.runs ?? []).filter((each) => each.run !== name).slice(0, 500).map((each) => html`<option value=${each.run}>${each.run}</option>`)}</select></label>
+      <label class="line">over <select value=${other} onChange=${(e) => set("with", e.target.value, setOther)}><option value="">no other run</option>${(runs?.runs ?? []).filter((each) => each.run !== name).slice(0, 500).map((each) => html`<option value=${each.run}>${each.title}</option>`)}</select></label>
     </div>
     ${!wanted.length && html`<p class="quiet">${all.length ? "No metric fits." : "No step yet. Curves appear with the first."}</p>`}
     <div class="charts">${wanted.slice(0, 24).map((key) => {
@@ -187,6 +215,9 @@ function Log({ name, query, tell }) {
 }
 
 function Attempts({ found }) {
+  if (found.server)
+    return html`<section class="card"><h2>Attempts</h2>${found.attempts.length ? html`<div class="scroll" tabindex="0" role="region" aria-label="Attempts"><table><thead><tr><th class="num">attempt</th><th>target</th><th>began, UTC</th><th>ended, UTC</th><th>why it ended</th></tr></thead>
+      <tbody>${found.attempts.map((row) => html`<tr><td class="num">${row.attempt}</td><td>${row.target}</td><td>${when(row.began)}</td><td>${when(row.ended)}</td><td class="why">${row.why}</td></tr>`)}</tbody></table></div>` : html`<p class="quiet">None yet.</p>`}</section>`;
   return html`<section class="card"><h2>Attempts</h2>${found.attempts.length ? html`<div class="scroll" tabindex="0" role="region" aria-label="Attempts"><table><thead><tr><th class="num">attempt</th><th>class</th><th class="num">exit code</th><th>then</th></tr></thead>
     <tbody>${found.attempts.map((row) => html`<tr><td class="num">${row.attempt}</td><td>${row.failure?.class ?? "–"}</td><td class="num">${row.exit_code ?? "–"}</td><td class="why">${row.then ?? row.why ?? ""}</td></tr>`)}</tbody></table></div>` : html`<p class="quiet">One, without a supervisor. <code>tandem train --supervise</code> starts a run again where that helps.</p>`}</section>
     <section class="card"><h2>Events</h2>${found.events.length ? html`<div class="log">${found.events.map((each) => html`<span>${each.stage ?? each.event ?? ""}</span><pre>${JSON.stringify(each)}</pre>`)}</div>` : html`<p class="quiet">None.</p>`}</section>`;

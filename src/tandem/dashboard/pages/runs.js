@@ -1,9 +1,9 @@
 // The list of runs: what each does now, and why it ended so.
 import { html, useMemo, useState } from "./vendor/preact.js";
 import { keepInAddress, useFresh } from "./app.js";
-import { number } from "./data.js";
+import { number, usd } from "./data.js";
 
-const STATES = ["running", "succeeded", "failed", "gone", "stopped", "cancelled"];
+const STATES = ["running", "queued", "starting", "waiting", "succeeded", "failed", "gone", "stopped", "cancelled"];
 const SHOWN = 200;
 
 const value = (row) => (row.reward == null ? (row.loss == null ? "–" : `loss ${number(row.loss)}`) : number(row.reward));
@@ -21,13 +21,13 @@ export function Runs({ query, tell }) {
   const [all, setAll] = useState(false);
   const rows = useMemo(() => {
     const wanted = text.toLowerCase();
-    return (found?.runs ?? []).filter((row) => (!state || stateOf(row) === state || row.state === state) && (!wanted || `${row.run} ${row.recipe} ${row.verdict} ${row.error}`.toLowerCase().includes(wanted)));
+    return (found?.runs ?? []).filter((row) => (!state || stateOf(row) === state || row.state === state) && (!wanted || `${row.title} ${row.run} ${row.recipe} ${row.verdict} ${row.error} ${row.target ?? ""} ${row.project ?? ""}`.toLowerCase().includes(wanted)));
   }, [found, text, state]);
   if (!found) return html`<main id="content" tabindex="-1"><p class="quiet" role="status">${problem || "Reading the runs …"}</p></main>`;
   if (!found.runs.length)
     return html`<main id="content" tabindex="-1"><div class="card empty"><h1>No run yet</h1>
       <p>Runs in <code>${found.directory}</code> appear here as soon as they begin.</p>
-      <p><code>tandem init</code> asks what you want to train and writes a spec; <code>tandem train SPEC</code> runs it.</p></div></main>`;
+      <p><code>tandem init</code> asks what you want to train and writes a spec; <code>tandem train SPEC</code> runs it, <code>tandem submit SPEC</code> on a control server.</p></div></main>`;
   const choose = (name, on) => setChosen(on ? [...chosen, name].slice(-8) : chosen.filter((each) => each !== name));
   const counts = Object.fromEntries(STATES.map((each) => [each, found.runs.filter((row) => row.state === each).length]));
   return html`<main id="content" tabindex="-1">
@@ -47,8 +47,8 @@ export function Runs({ query, tell }) {
       <table><thead><tr><th><span class="sr">Choose</span></th><th>run</th><th>state</th><th class="wide">step</th><th class="num wide">reward or loss</th><th class="num">held out</th><th class="wide">why</th></tr></thead>
       <tbody>${rows.slice(0, all ? rows.length : SHOWN).map(
         (row) => html`<tr key=${row.run}>
-          <td><input type="checkbox" aria-label=${`Compare ${row.run}`} checked=${chosen.includes(row.run)} onChange=${(e) => choose(row.run, e.target.checked)} /></td>
-          <td class="name"><a href=${`#/run/${encodeURIComponent(row.run)}`}>${row.run}</a><div class="quiet">${row.recipe}</div></td>
+          <td><input type="checkbox" aria-label=${`Compare ${row.title}`} checked=${chosen.includes(row.run)} onChange=${(e) => choose(row.run, e.target.checked)} /></td>
+          <td class="name"><a href=${`#/run/${encodeURIComponent(row.run)}`}>${row.title}</a><div class="quiet">${row.recipe}${row.target && ` on ${row.target}, ${usd(row.cost_usd)}`}</div></td>
           <td><span class=${`pill ${stateOf(row)}`}>${stateOf(row)}</span> ${row.verdict && html`<span class=${`pill ${row.verdict}`}>${row.verdict}</span>`}</td>
           <td class="wide">${row.steps_total ? html`${row.step.toLocaleString("en")} of ${row.steps_total.toLocaleString("en")}<span class="progress"><i style=${{ width: `${Math.min(100, (100 * row.step) / row.steps_total)}%` }}></i></span>` : "–"}</td>
           <td class="num wide">${value(row)}</td><td class="num">${scores(row)}</td>

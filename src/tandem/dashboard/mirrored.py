@@ -1,0 +1,118 @@
+"""What the pages show of runs on a control plane: its word on where each run stands, beside the run's mirror."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.dashboard.views import Found, Runs, first_line, plain
+from tandem.errors import NotKnown, RunError
+from tandem.obs.run_history import History, read_history
+from tandem.runs.explain import explain_run
+from tandem.runs.run_list import run_row
+from tandem.runs.watch import look
+from tandem.shapes.runs import AttemptInfo, RunInfo
+
+_ENDED = ("succeeded", "failed", "cancelled", "stopped")
+_NOTHING_YET: Found = {
+    "stage": "", "step": 0, "steps_total": 0, "verdict": "", "metrics": {}, "events": [], "attempts": [],
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the control plane says of a run."""
+
+    info: RunInfo
+    spec: str = ""
+    attempts: tuple[AttemptInfo, ...] = ()
+
+
+class MirroredRuns(Runs):
+    """The runs that one request may see, called by their ids. How a run stands, the control plane says: its files are
+    as they last came, and a machine that is lost writes nothing."""
+
+    def __init__(self, mirrors: Path, told: Mapping[str, Told]) -> None:
+        super().__init__(mirrors)
+        self._told = told
+
+    def place(self, name: str) -> Path:
+        if name not in self._told:
+            raise NotKnown(f"there is no run '{name[:40]}'")
+        return self.directory / name
+
+    def all(self) -> Found:
+        return {"directory": "this server", "runs": [self._mirrored_row(each.info) for each in self._told.values()]}
+
+    def _mirrored_row(self, info: RunInfo) -> Found:
+        row = run_row(self.place(info.id))
+        asked_to = f"; asked to {info.want}" if info.want != "run" and info.state not in _ENDED else ""
+        server = {
+            "run": info.id, "title": info.name, "state": info.state, "liveness": liveness(info), "at": info.at,
+            "error": first_line(info.why or info.error), "project": info.project, "target": info.target,
+            "stage": f"{info.stage if info.state == 'running' else ''}{asked_to}", "cost_usd": info.cost_usd,
+        }  # fmt: skip
+        return plain({"step": 0, "steps_total": 0, **row, **server})
+
+    def sight(self, name: str) -> Found:
+        info = self._told[name].info
+        try:
+            seen = look(self.place(name))
+        except RunError:  # its first files have not come
+            seen = _NOTHING_YET
+        return {**seen, "state": info.state, "liveness": liveness(info), "attempts": self._attempts(name)}
+
+    def history(self, name: str) -> History:
+        try:
+            return read_history(self.place(name))
+        except RunError:
+            return History(self.place(name), {}, [], [], [], self._told[name].spec, "")
+
+    def explained(self, name: str) -> Found:
+        info = self._told[name].info
+        return explain_run(
+            self.place(name), name=name, state=info.state, why=info.why or info.error, ended=self._attempts(name)
+        )
+
+    def versions(self, name: str) -> Found:
+        try:
+            return super().versions(name)
+        except RunError:
+            return {"run": name, "proven": True, "verdict": "It has served no version yet.", "versions": [],
+                    "count": 0, "findings": []}  # fmt: skip
+
+    def overview(self, name: str) -> Found:
+        found, info = super().overview(name), self._told[name].info
+        if info.state in ("queued", "starting", "waiting"):
+            found["headline"] = _BEFORE[info.state].format(target=info.target)
+        elif info.state in _ENDED and found["state"] != info.state:  # its last files came before its end
+            found["headline"] = f"{info.state.capitalize()} at step {found['stands']['step']:,}."
+        server = {
+            "Project": info.project, "Group": info.group, "Target": info.target,
+            "Cost so far": f"{info.cost_usd:.2f} USD",
+            "May cost": f"{info.max_cost_usd:.2f} USD" if info.max_cost_usd else "any",
+        }  # fmt: skip
+        told = {"at": info.at, "ended_at": info.ended_at, "want": info.want, "facts": list(server.items())}
+        return found | {"title": info.name, "server": told}
+
+    def _attempts(self, name: str) -> list[Found]:
+        return [
+            {"attempt": each.n, "why": each.why or each.state, "target": each.target,
+             "began": each.claimed_at or each.at, "ended": each.ended_at or each.closed_at}
+            for each in self._told[name].attempts
+        ]  # fmt: skip
+
+
+_BEFORE = {
+    "queued": "It waits for its turn on {target}.",
+    "starting": "Its job on {target} is asked for, and has not begun.",
+    "waiting": "Its last attempt failed; a further one follows on {target}.",
+}
+
+
+def liveness(info: RunInfo) -> str:
+    """Return how a run stands, as `tandem watch` says it of a run elsewhere."""
+    if info.state in _ENDED:
+        return "ended"
+    return f"attempt {info.attempt}" if info.attempt else "not begun"
