@@ -2,7 +2,8 @@
 """In place of `tandem`, as a target's command: an agent whose trainer writes a row in each `pace` seconds.
 
 `standin_agent.py agent URL`: claims, mirrors a run directory of its own, ends. It ends at once when it is asked to, and
-dies without a word if the run's name says "dies" and it is the first attempt.
+dies without a word if the run's name says "dies" and it is the first attempt. While the file STANDIN_HELD_BY is there,
+it stays at its last row.
 """
 
 import base64
@@ -56,6 +57,9 @@ def main(url):
         want, ticks = ship(post, home, streams, ticks), ticks + 1
         if "dies" in claimed["name"] and claimed["n"] == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        while step == rows and want == "run" and os.path.exists(os.environ.get("STANDIN_HELD_BY", "")):
+            time.sleep(0.1)  # it ends when the test lets it
+            want, ticks = ship(post, home, streams, ticks), ticks + 1
         if want != "run":
             break
         time.sleep(float(os.environ.get("STANDIN_PACE_S", "0.1")))

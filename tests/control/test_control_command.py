@@ -34,7 +34,9 @@ class Control:
             f'[targets.here]\nkind = "local"\ndirectory = "{home}/jobs"\ntandem = "{home}/tandem"\nusd_per_hour = 3.6\n'
         )
         # A job sees only a login's variables, and this Python may be no login's.
-        (home / "tandem").write_text(f'#!/bin/sh\nSTANDIN_PACE_S=0.25 exec "{sys.executable}" "{STANDIN}" "$@"\n')
+        (home / "tandem").write_text(
+            f'#!/bin/sh\nSTANDIN_PACE_S=0.25 STANDIN_HELD_BY="{home}/held" exec "{sys.executable}" "{STANDIN}" "$@"\n'
+        )
         (home / "tandem").chmod(0o755)
         self.env = os.environ | {
             "TANDEM_CONTROL": str(self.data), "XDG_CACHE_HOME": str(home / "cache"), "HOME": str(home),
@@ -106,7 +108,8 @@ def submitted(control: Control, name: str) -> str:
 
 
 def test_a_run_is_submitted_watched_left_and_pulled_byte_by_byte(control: Control):
-    words = ("submit", str(QUICKSTART), "--target", "here", "--max-cost", "5", "--name", "rows-60", "--yes")
+    (control.home / "held").touch()
+    words = ("submit", str(QUICKSTART), "--target", "here", "--max-cost", "5", "--name", "rows-8", "--yes")
     follower = subprocess.Popen(
         control.command(*words), env=control.env, cwd=control.home, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True,
@@ -120,12 +123,13 @@ def test_a_run_is_submitted_watched_left_and_pulled_byte_by_byte(control: Contro
     assert "Estimate for cpu" in told
     assert "stopped before it costs more than 5 USD" in told
     follower.send_signal(signal.SIGINT)
-    _, error = follower.communicate(timeout=20)
+    _, error = follower.communicate(timeout=60)
     run = re.search(r"run_[a-z2-7]{26}", told)
     assert run
     assert f"{run.group()} goes on" in error
     with control.client() as client:
         assert client.run(run.group()).info().state == "running"
+        (control.home / "held").unlink()
         assert client.run(run.group()).wait().state == "succeeded"
     control.run("pull", run.group(), "--dir", "pulled")
     [job] = control.jobs()
@@ -134,7 +138,7 @@ def test_a_run_is_submitted_watched_left_and_pulled_byte_by_byte(control: Contro
     )
     assert (len(same), differ, missing) == (4, [], [])
     assert "succeeded, ended" in control.run("watch", run.group(), "--once")
-    assert control.run("logs", run.group()).endswith("step 60\n")
+    assert control.run("logs", run.group()).endswith("step 8\n")
     assert json.loads(control.run("runs", "--json"))[0]["verdict"] == "improved"
 
 

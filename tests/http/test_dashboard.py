@@ -150,7 +150,7 @@ def _key(dashboard: Dashboard) -> dict[str, str]:
     return {"Authorization": f"Bearer {dashboard.token}"}
 
 
-@pytest.mark.parametrize("name", ["%2e%2e", "%2e%2e%2fruns", ".hidden", "nothing", "/etc", "first/../second", "", "%00"])
+@pytest.mark.parametrize("name", ["%2e%2e", "%2e%2e%2fruns", ".hidden", "nothing", "/etc", "a/../second", "", "%00"])
 def test_no_other_path_is_read(dashboard: Dashboard, name: str):
     (dashboard.runs / ".hidden").mkdir(exist_ok=True)
     shutil.copy(dashboard.runs / "first" / "spec.toml", dashboard.runs / ".hidden" / "spec.toml")

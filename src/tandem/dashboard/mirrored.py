@@ -93,7 +93,8 @@ class MirroredRuns(Runs):
             "Cost so far": f"{info.cost_usd:.2f} USD",
             "May cost": f"{info.max_cost_usd:.2f} USD" if info.max_cost_usd else "any",
         }  # fmt: skip
-        told = {"at": info.at, "ended_at": info.ended_at, "want": info.want, "facts": list(server.items())}
+        facts = [each for each in server.items() if each[1]]
+        told = {"at": info.at, "ended_at": info.ended_at, "want": info.want, "facts": facts}
         return found | {"title": info.name, "server": told}
 
     def _attempts(self, name: str) -> list[Found]:

@@ -32,7 +32,7 @@ function AskToken({ then }) {
   };
   return html`<main class="shown" id="content"><form class="card" onSubmit=${enter}>
     <h1>Token</h1>
-    <p class="quiet">The command <code>tandem dashboard</code> printed an address with it. A control server takes a key that may read runs: <code>tandem control key make</code>. It is kept while this tab is open.</p>
+    <p class="quiet">The command <code>tandem dashboard</code> printed an address with it. A control server takes a key that may read runs: <code>tandem control key new</code>. It is kept while this tab is open.</p>
     <div class="tools"><label class="sr" for="token">Token</label>
       <input id="token" type="password" autocomplete="off" value=${token} onInput=${(e) => setToken(e.target.value)} />
       <button class="main">Open</button></div></form></main>`;

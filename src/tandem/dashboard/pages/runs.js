@@ -48,7 +48,7 @@ export function Runs({ query, tell }) {
       <tbody>${rows.slice(0, all ? rows.length : SHOWN).map(
         (row) => html`<tr key=${row.run}>
           <td><input type="checkbox" aria-label=${`Compare ${row.title}`} checked=${chosen.includes(row.run)} onChange=${(e) => choose(row.run, e.target.checked)} /></td>
-          <td class="name"><a href=${`#/run/${encodeURIComponent(row.run)}`}>${row.title}</a><div class="quiet">${row.recipe}${row.target && ` on ${row.target}, ${usd(row.cost_usd)}`}</div></td>
+          <td class="name"><a href=${`#/run/${encodeURIComponent(row.run)}`}>${row.title}</a><div class="quiet">${row.target ? `${row.run.slice(0, 10)} · ${row.recipe || "not begun"} on ${row.target} · ${usd(row.cost_usd)}` : row.recipe}</div></td>
           <td><span class=${`pill ${stateOf(row)}`}>${stateOf(row)}</span> ${row.verdict && html`<span class=${`pill ${row.verdict}`}>${row.verdict}</span>`}</td>
           <td class="wide">${row.steps_total ? html`${row.step.toLocaleString("en")} of ${row.steps_total.toLocaleString("en")}<span class="progress"><i style=${{ width: `${Math.min(100, (100 * row.step) / row.steps_total)}%` }}></i></span>` : "–"}</td>
           <td class="num wide">${value(row)}</td><td class="num">${scores(row)}</td>

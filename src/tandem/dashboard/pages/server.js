@@ -47,7 +47,7 @@ function Usage({ first, second }) {
 
 function Keys({ first }) {
   const state = (key) => (key.revoked_at ? `revoked ${when(key.revoked_at)}` : key.expires_at && key.expires_at < Date.now() ? "expired" : key.expires_at ? `until ${when(key.expires_at)}` : "valid");
-  return html`<section class="card"><h2>Keys</h2><${Table} label="Keys" none="None. tandem control key make NAME makes one."
+  return html`<section class="card"><h2>Keys</h2><${Table} label="Keys" none="None. tandem control key new NAME makes one."
     heads=${[["name"], ["id"], ["may"], ["project"], ["made, UTC"], ["state"]]}
     rows=${first.items.map((key) => [key.name, html`<code>${key.id}</code>`, key.scopes.join(", "), key.project || "all", when(key.at), state(key)])} /></section>`;
 }
