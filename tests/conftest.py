@@ -58,6 +58,7 @@ SLOW = {
     "control/test_control_command.py": "a control server in a process of its own, killed, and runs on its machine",
     "providers/test_local.py": "jobs on this machine, ended and launched many times",
     "providers/test_ssh.py": "a real sshd, some times killed",
+    "control/test_assistant_over_http.py": "a control server and whole runs, from an assistant's client",
     "control/test_agent_elsewhere.py": "whole runs over a real sshd and Slurm's daemons",
     "control/test_agent.py": "whole runs under a control plane, killed on the way",
     "providers/test_ray.py": "a real Ray cluster, where it is installed",

@@ -18,8 +18,8 @@ from mcp_types import ElicitResult
 from plane import TOKEN
 from test_client import SPEC_TABLES, Running
 
-from tandem.assistant import mcp_server
 from tandem.assistant.reading import MOST_BYTES, QUOTED
+from tandem.assistant.server import mcp_server
 from tandem.assistant.spending import ASKS_AN_HOUR
 
 SPEC = tomli_w.dumps(SPEC_TABLES)

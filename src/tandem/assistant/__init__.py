@@ -1,9 +1,6 @@
-"""Runs for an assistant, over the Model Context Protocol: `tandem mcp` (layer above recipes/).
+"""Runs for an assistant, over the Model Context Protocol: `tandem mcp`, and /mcp of a control server. Above recipes/.
 
-reading.py: what it may read, and bounded answers. spending.py: what needs a person's yes. server.py: the tools.
-Import `mcp_server`.
+server.py: the tools. desk.py: where they find runs. reading.py: bounded answers. spending.py: what needs a person's
+yes. planning.py: plans, in a process of their own. door.py: the tools over HTTP. Import `server.mcp_server` and
+`door.AssistantDoor`; the door imports the `mcp` package only when it is used.
 """
-
-from tandem.assistant.server import mcp_server
-
-__all__ = ["mcp_server"]

@@ -1,8 +1,7 @@
 """What an assistant may read of runs, in answers of at most 20 kB.
 
-A run is one in the directory of runs, by its name, or one on the control server, by its id: no other path is read. What
-a run, its model or its environment wrote is text of others. It comes under `quoted`, beside a sentence that says so,
-and without control characters.
+What a run, its model or its environment wrote is text of others. It comes under `quoted`, beside a sentence that says
+so, and without control characters.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from tandem.io.kept_samples import samples
 from tandem.io.log_lines import read_log
 from tandem.obs.claims import headline, printable
 from tandem.obs.run_history import number, read_history, read_status
-from tandem.runs.named_runs import is_run_id, run_directory
 
 Row = dict[str, Any]
 
@@ -28,9 +26,7 @@ _LONGEST_TEXT = 1500
 
 
 def place_of(runs: Path, run: str) -> Path:
-    """Return the directory of a run of `runs`, or the mirror of one on the control server."""
-    if is_run_id(run):
-        return run_directory(run)
+    """Return the directory of a run of `runs`, called by its name there."""
     name = Path(run)
     if len(name.parts) != 1 or run.startswith(".") or not (runs / name / "spec.toml").is_file():
         raise RunError(f"there is no run '{printable(run[:80])}' in {runs}; list_runs says which there are")

@@ -8,7 +8,7 @@ import shlex
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -19,18 +19,14 @@ from mcp.server.mcpserver.resolve import Resolve
 from mcp_types import ToolAnnotations
 
 from tandem.assistant import reading
-from tandem.assistant.reading import Row, bounded, place_of, quoted
-from tandem.assistant.spending import Spending, Yes
-from tandem.client import Tandem, find_place
+from tandem.assistant.desk import Desk, FolderDesk
+from tandem.assistant.reading import Row, bounded, quoted
+from tandem.assistant.spending import Yes
+from tandem.client import Tandem
 from tandem.errors import SpecError, TandemError
-from tandem.recipes.plan_run import plan_run
-from tandem.recipes.targets import list_targets
 from tandem.runs.compare import compare_runs, compare_text
-from tandem.runs.explain import explain_run, explain_text
-from tandem.runs.named_runs import explain_remote, is_run_id, look_remote
-from tandem.runs.planner.plan_text import plan_text
-from tandem.runs.run_list import list_runs
-from tandem.runs.watch import look
+from tandem.runs.explain import explain_text
+from tandem.runs.named_runs import is_run_id
 from tandem.spec.load import parse_spec
 
 P = ParamSpec("P")
@@ -48,10 +44,19 @@ INSTRUCTIONS = (
 )
 
 
+DeskFor = Callable[[Context], Desk]
+
+
 def mcp_server(runs: str | Path = "runs") -> MCPServer:
-    """Return the server. `runs`: the directory of runs that it may read. The control server is the one that `tandem
-    login` chose, if there is one."""
-    tools = _Tools(Path(runs).absolute())
+    """Return the server of `tandem mcp`. `runs`: the directory of runs that it may read. The control server is the one
+    that `tandem login` chose, if there is one."""
+    desk = FolderDesk(Path(runs).absolute())
+    return server_of(lambda _: desk)
+
+
+def server_of(desk_for: DeskFor) -> MCPServer:
+    """Return a server whose tools work at the desk of each request's caller."""
+    tools = _Tools(desk_for)
     server = MCPServer("tandem", instructions=INSTRUCTIONS, log_level="WARNING")
     for read in (
         tools.list_runs, tools.get_run, tools.explain, tools.read_log, tools.get_metrics, tools.read_samples,
@@ -85,16 +90,16 @@ def _said(tool: Callable[P, R]) -> Callable[P, R]:
 class _Tools:
     """The tools that read. Their docstrings are what the model is told."""
 
-    def __init__(self, runs: Path) -> None:
-        self.runs, self.spending = runs, Spending()
+    def __init__(self, desk_for: DeskFor) -> None:
+        self.desk_for = desk_for
 
     @_said
-    def list_runs(self, state: str = "", most: int = 50) -> Row:
+    def list_runs(self, context: Context, state: str = "", most: int = 50) -> Row:
         """List runs, the newest first: those in the directory of runs, and those of the control server."""
-        here = list_runs(self.runs)[::-1] if self.runs.is_dir() else []
-        rows: list[Row] = [{**row, "run": Path(row["run"]).name, "place": "here"} for row in here]
-        if find_place() is not None:
-            with Tandem() as server:
+        desk = self.desk_for(context)
+        rows = desk.here()
+        if (found := desk.server()) is not None:
+            with found as server:
                 for each in server.runs(most=max(1, min(most, 200))):
                     rows.append({
                         "run": each.id, "place": "server", "name": each.name, "state": each.state, "why": each.why,
@@ -104,38 +109,34 @@ class _Tools:
         return bounded({"runs": rows[: max(1, most)], "of": len(rows)}, "runs")
 
     @_said
-    def get_run(self, run: str) -> Row:
+    def get_run(self, context: Context, run: str) -> Row:
         """Say how a run stands: state, step, last metrics, last events, verdict. `run`: its name or id."""
-        if is_run_id(run):
-            with Tandem() as server:
-                sight = look_remote(server.run(run))
-        else:
-            place = place_of(self.runs, run)
-            sight = look(place) | reading.verdict_of(place)
+        sight = self.desk_for(context).sight(run)
         events = sight.pop("events")
         return quoted({**sight, "run": run}, events)
 
     @_said
-    def explain(self, run: str) -> Row:
+    def explain(self, context: Context, run: str) -> Row:
         """Say why a run ended as it did, and what to do next."""
-        found = explain_remote(run) if is_run_id(run) else explain_run(place_of(self.runs, run))
+        found = self.desk_for(context).explained(run)
         return quoted({"run": run, "state": found["state"], "next": found["next"]}, list(explain_text(found)))
 
     @_said
-    def read_log(self, run: str, file: str = "log.txt", last: int = 80, before: int = 0) -> Row:
+    def read_log(self, context: Context, run: str, file: str = "log.txt", last: int = 80, before: int = 0) -> Row:
         """Read the last lines of a log of a run, or those before line `before`. `file`: log.txt, console.txt,
         events.jsonl, attempts.jsonl or ranks/1.txt."""
-        return reading.log_lines(place_of(self.runs, run), file, last, before)
+        return reading.log_lines(self.desk_for(context).place(run), file, last, before)
 
     @_said
-    def get_metrics(self, run: str, names: Sequence[str] = (), points: int = 40) -> Row:
+    def get_metrics(self, context: Context, run: str, names: Sequence[str] = (), points: int = 40) -> Row:
         """Return metrics of a run by step. `names`: patterns such as reward/*; without names, the last value of each
         metric."""
-        return reading.metrics_of(place_of(self.runs, run), names, points)
+        return reading.metrics_of(self.desk_for(context).place(run), names, points)
 
     @_said
     def read_samples(
         self,
+        context: Context,
         run: str,
         first_step: int = 0,
         last_step: int = 0,
@@ -145,18 +146,20 @@ class _Tools:
         most: int = 5,
     ) -> Row:
         """Return answers that a run trained on, with their rewards, the newest first."""
-        place = place_of(self.runs, run)
+        place = self.desk_for(context).place(run)
         return reading.samples_of(place, first_step, last_step, min_reward, max_reward, grep, most)
 
     @_said
-    def compare(self, runs: Sequence[str]) -> Row:
+    def compare(self, context: Context, runs: Sequence[str]) -> Row:
         """Compare runs with the first one: specs, evaluations with intervals, time and memory."""
-        found = compare_runs([place_of(self.runs, each) for each in runs])
+        desk = self.desk_for(context)
+        found = compare_runs([desk.place(each) for each in runs])
         return quoted({"runs": list(runs)}, compare_text(found).splitlines())
 
     @_said
     def plan(
         self,
+        context: Context,
         spec_toml: str,
         gpu: str = "",
         target: str = "",
@@ -166,52 +169,52 @@ class _Tools:
     ) -> Row:
         """Estimate memory, time and cost of a spec, given as TOML. Starts nothing and reads no data, so lengths are
         those that you give. With `target`, the digest in the answer is what submit wants."""
-        spec = parse_spec(parsed(spec_toml))
-        planned = plan_run(spec, gpu=gpu, prompt_tokens=prompt_tokens, row_tokens=row_tokens)
-        found: Row = {"fits": planned.fits, "plan": plan_text(planned)[: reading.MOST_BYTES // 2]}
+        desk, spec = self.desk_for(context), parse_spec(parsed(spec_toml)).as_written()
+        estimate = desk.estimate(spec, gpu, prompt_tokens, row_tokens)
+        found: Row = {"fits": estimate.fits, "plan": estimate.text}
         if target:
-            seconds = float(planned.as_json()["times"]["steps_s"])
-            said = f"{planned.peak_gib:.1f} GiB, {seconds:,.0f} s of steps{'' if planned.fits else '; it does not fit'}"
-            found["plan_digest"] = self.spending.plan(spec.as_written(), target, max_cost_usd, said)
+            found["plan_digest"] = desk.spending.plan(spec, target, max_cost_usd, estimate.said)
         return found
 
     @_said
-    def targets(self) -> Row:
+    def targets(self, context: Context) -> Row:
         """List what each configured machine, cluster or cloud offers now, with prices and why not."""
-        if find_place() is None:
-            return bounded({"targets": [asdict(each) for each in list_targets()]}, "targets")
-        with Tandem() as server:
-            return bounded({"targets": [each.model_dump(mode="json") for each in server.targets()]}, "targets")
+        return bounded({"targets": self.desk_for(context).targets()}, "targets")
 
     @_said
-    def watch(self, run: str, seconds: float = 30.0) -> Row:
+    def watch(self, context: Context, run: str, seconds: float = 30.0) -> Row:
         """Wait until a run moves on to another state or step, at most 50 seconds; then say how it stands."""
         until = time.monotonic() + max(0.0, min(seconds, LONGEST_WATCH_S))
-        first = self.get_run(run)
+        first = self.get_run(context, run)
         while time.monotonic() < until:
             time.sleep(_LOOK_S)
-            now = self.get_run(run)
+            now = self.get_run(context, run)
             if (now["state"], now["step"]) != (first["state"], first["step"]):
                 return now
         return first
 
     @_said
-    def usage(self) -> Row:
+    def usage(self, context: Context) -> Row:
         """Return what each attempt on the control server used: seconds and US dollars."""
-        with Tandem() as server:
+        with _server(self.desk_for(context)) as server:
             rows = [each.model_dump(mode="json") for each in server.usage()]
         return bounded({"usage": rows[::-1], "of": len(rows)}, "usage")
 
     # --- resources
 
     @_said
-    def spec(self, run: str) -> str:
-        return (place_of(self.runs, run) / "spec.toml").read_text(encoding="utf-8")[: reading.MOST_BYTES]
+    def spec(self, context: Context, run: str) -> str:
+        return (self.desk_for(context).place(run) / "spec.toml").read_text(encoding="utf-8")[: reading.MOST_BYTES]
 
     @_said
-    def log(self, run: str) -> str:
-        found = reading.log_lines(place_of(self.runs, run), "log.txt", 200, 0)
+    def log(self, context: Context, run: str) -> str:
+        found = reading.log_lines(self.desk_for(context).place(run), "log.txt", 200, 0)
         return "\n".join([reading.QUOTED, *(f"{row['line']:>6}  {row['text']}" for row in found["quoted"])])
+
+
+def _server(desk: Desk) -> AbstractContextManager[Tandem]:
+    """Return a client of the control server; an error that says how to choose one if there is none."""
+    return desk.server() or Tandem()
 
 
 # --- tools that ask
@@ -220,14 +223,15 @@ class _Tools:
 def _submit(tools: _Tools) -> Callable[..., Row]:
     @_said
     def confirm(context: Context, spec_toml: str, plan_digest: str, target: str, max_cost_usd: float) -> Any:
-        if plan_digest in tools.spending.started:
+        spending = tools.desk_for(context).spending
+        if plan_digest in spending.started:
             return Yes(yes=True)
         if max_cost_usd <= 0:
             raise ToolError(f"max_cost_usd = {max_cost_usd:g}: must be more than 0")
         spec = parse_spec(parsed(spec_toml)).as_written()
-        planned = tools.spending.planned(plan_digest, spec, target, max_cost_usd)
+        planned = spending.planned(plan_digest, spec, target, max_cost_usd)
         name = spec.get("name") or "the run"
-        return tools.spending.ask(
+        return spending.ask(
             context,
             f"Submit '{name}' to {target} and spend at most {max_cost_usd:g} USD? Planned: {planned.said}.",
             f"tandem submit SPEC --target {shlex.quote(target)} --max-cost {max_cost_usd:g}",
@@ -235,16 +239,23 @@ def _submit(tools: _Tools) -> Callable[..., Row]:
 
     @_said
     def submit(
-        spec_toml: str, plan_digest: str, target: str, max_cost_usd: float, answer: Annotated[Yes, Resolve(confirm)]
+        context: Context,
+        spec_toml: str,
+        plan_digest: str,
+        target: str,
+        max_cost_usd: float,
+        answer: Annotated[Yes, Resolve(confirm)],
     ) -> Row:
         """Submit a planned spec to a target of the control server. A person is asked first. `plan_digest`: of a plan
         of this very spec, target and max_cost_usd. The same digest again is the same run."""
         _refused(answer)
-        if plan_digest not in tools.spending.started:
-            spec = tools.spending.submitted(plan_digest)
-            with Tandem() as server:
-                tools.spending.started[plan_digest] = server.submit(spec, target=target, max_cost_usd=max_cost_usd).id
-        return {"run": tools.spending.started[plan_digest]}
+        desk = tools.desk_for(context)
+        started = desk.spending.started
+        if plan_digest not in started:
+            spec = desk.spending.submitted(plan_digest)
+            with _server(desk) as server:
+                started[plan_digest] = server.submit(spec, target=target, max_cost_usd=max_cost_usd).id
+        return {"run": started[plan_digest]}
 
     return submit
 
@@ -252,15 +263,15 @@ def _submit(tools: _Tools) -> Callable[..., Row]:
 def _resume(tools: _Tools) -> Callable[..., Row]:
     @_said
     def confirm(context: Context, run: str) -> Any:
-        return tools.spending.ask(
+        return tools.desk_for(context).spending.ask(
             context, f"Resume {_remote(run)}? It spends further.", f"tandem resume {_remote(run)}"
         )
 
     @_said
-    def resume(run: str, answer: Annotated[Yes, Resolve(confirm)]) -> Row:
+    def resume(context: Context, run: str, answer: Annotated[Yes, Resolve(confirm)]) -> Row:
         """Queue a run of the control server again that stopped, failed or was cancelled. A person is asked first."""
         _refused(answer)
-        with Tandem() as server:
+        with _server(tools.desk_for(context)) as server:
             found = server.run(_remote(run)).resume()
         return {"run": found.id, "state": found.state}
 
@@ -270,13 +281,14 @@ def _resume(tools: _Tools) -> Callable[..., Row]:
 def _cancel(tools: _Tools) -> Callable[..., Row]:
     @_said
     def confirm(context: Context, run: str) -> Any:
-        return tools.spending.ask(context, f"End {_remote(run)}?", f"tandem cancel {_remote(run)}")
+        spending = tools.desk_for(context).spending
+        return spending.ask(context, f"End {_remote(run)}?", f"tandem cancel {_remote(run)}")
 
     @_said
-    def cancel(run: str, answer: Annotated[Yes, Resolve(confirm)], save: bool = True) -> Row:
+    def cancel(context: Context, run: str, answer: Annotated[Yes, Resolve(confirm)], save: bool = True) -> Row:
         """End a run of the control server. `save`: with a checkpoint first. A person is asked first."""
         _refused(answer)
-        with Tandem() as server:
+        with _server(tools.desk_for(context)) as server:
             found = server.run(_remote(run)).cancel(save=save)
         return {"run": found.id, "state": found.state, "want": found.want}
 

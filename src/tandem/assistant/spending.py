@@ -29,6 +29,16 @@ class Yes(BaseModel):
     yes: bool = Field(description="Do it?")
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a plan says."""
+
+    fits: bool
+    text: str
+    said: str
+    """In a line, for the person who is asked."""
+
+
 @dataclass(frozen=True)
 class Planned:
     """A plan that was shown."""

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -56,14 +57,18 @@ def control_serve(
     from tandem.io.extras import require_extra
 
     require_extra("control", "sqlalchemy", "alembic", "cryptography", "fastapi", "uvicorn")
+    from tandem.assistant.door import AssistantDoor
     from tandem.client.place import READY_FILE
     from tandem.recipes.control import serve_control
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir, host, port, ready_file or data_dir / READY_FILE, insecure)
+    has_mcp = find_spec("mcp") is not None
+    if not has_mcp:
+        typer.echo('no assistant can connect: install "tandem-rl[control,mcp]" for /mcp')
     serve_control(
         listen, database=database, targets=targets, url=url, secrets_key_file=secrets_key_file,
-        requests_per_s=requests_per_second,
+        requests_per_s=requests_per_second, assistant=AssistantDoor if has_mcp else None,
     )  # fmt: skip
 
 

@@ -15,6 +15,6 @@ def mcp(
     from tandem.io.extras import require_extra
 
     require_extra("mcp", "mcp")
-    from tandem.assistant import mcp_server
+    from tandem.assistant.server import mcp_server
 
     mcp_server(runs).run("stdio")

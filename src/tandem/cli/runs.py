@@ -53,7 +53,13 @@ def explain(run: RunOrDir, as_json: AsJson = False) -> None:
     from tandem.obs.claims import printable
     from tandem.runs.explain import explain_run, explain_text
 
-    found = explain_remote(run) if is_run_id(run) else explain_run(run)
+    if is_run_id(run):
+        from tandem.client import Tandem
+
+        with Tandem() as server:
+            found = explain_remote(server.run(run))
+    else:
+        found = explain_run(run)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from tandem.build.targets import AnyTarget, open_provider, read_targets
 from tandem.control import queries
 from tandem.control.api.requests import Plane
-from tandem.control.api.service import REQUESTS_PER_S, control_service
+from tandem.control.api.service import REQUESTS_PER_S, AssistantApp, control_service
 from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.decide import AttemptView, RunView
@@ -45,11 +45,13 @@ def serve_control(
     url: str = "",
     secrets_key_file: str | Path | None = None,
     requests_per_s: float = REQUESTS_PER_S,
+    assistant: Callable[[Callable[[], str], Path], AssistantApp] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; runs go on meanwhile. `database`: of PostgreSQL; default: SQLite in the data
     directory. `targets`: the file of targets. `url`: where the targets' machines reach this server; default: where it
     listens. `secrets_key_file`: the master keys of secrets; default: the data directory's own.
-    `requests_per_s`: that each key may send; 0: no limit."""
+    `requests_per_s`: that each key may send; 0: no limit. `assistant`: makes what answers /mcp, from where this server
+    answers itself and where its mirrors are."""
     known = read_targets(None if targets is None else Path(targets))
     token, secret = listen.token(), attempt_secret(listen.data_dir)
     keys = read_master_keys(listen.data_dir, None if secrets_key_file is None else Path(secrets_key_file))
@@ -68,7 +70,8 @@ def serve_control(
             await asyncio.sleep(0.02)
         await loop.run()
 
-    service = control_service(plane, run, loop.close, requests_per_s=requests_per_s)
+    door = None if assistant is None else assistant(lambda: served[0].url, plane.mirror.directory)
+    service = control_service(plane, run, loop.close, requests_per_s=requests_per_s, assistant=door)
     app = create_app(service, token="", hosts=allowed_hosts(listen, url))
     gc.collect()
     gc.freeze()

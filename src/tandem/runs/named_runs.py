@@ -40,14 +40,15 @@ def mirror_of(run_id: str) -> Path:
     return base / "tandem" / "runs" / run_id
 
 
-def look_remote(run: RemoteRun) -> dict[str, Any]:
-    """Look at a run: what its mirror says, and its state, which the control plane says."""
+def look_remote(run: RemoteRun, mirror: Path | None = None) -> dict[str, Any]:
+    """Look at a run: what its mirror says, and its state, which the control plane says. `mirror`: its directory;
+    default: it is pulled."""
     from tandem.client.requests import settled
     from tandem.errors import RunError
     from tandem.runs.watch import look
 
     info = run.info()
-    directory = run.pull(mirror_of(run.id)).directory
+    directory = mirror or run.pull(mirror_of(run.id)).directory
     try:
         sight = look(directory)
     except RunError:  # its first files have not arrived
@@ -62,13 +63,10 @@ def look_remote(run: RemoteRun) -> dict[str, Any]:
     }
 
 
-def explain_remote(run_id: str) -> dict[str, Any]:
+def explain_remote(run: RemoteRun, mirror: Path | None = None) -> dict[str, Any]:
     """Say why a run on a control server ended so: what the server says, and what its mirror says."""
-    from tandem.client import Tandem
     from tandem.runs.explain import explain_run
 
-    with Tandem() as server:
-        run = server.run(run_id)
-        info, directory = run.info(), run.pull(mirror_of(run_id)).directory
-        ended = [{"attempt": each.n, "why": each.why or each.state} for each in run.attempts()]
-    return explain_run(directory, name=run_id, state=info.state, why=info.why or info.error, ended=ended)
+    info, directory = run.info(), mirror or run.pull(mirror_of(run.id)).directory
+    ended = [{"attempt": each.n, "why": each.why or each.state} for each in run.attempts()]
+    return explain_run(directory, name=run.id, state=info.state, why=info.why or info.error, ended=ended)

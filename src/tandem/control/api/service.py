@@ -7,8 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from fastapi import APIRouter
+from starlette.types import Receive, Scope, Send
 
 from tandem.control import audit
 from tandem.control.api.agent_routes import AgentRoutes
@@ -21,11 +23,29 @@ from tandem.control.rates import RateLimit
 from tandem.control.transitions import LEASE_MS
 from tandem.dashboard.service import page_paths
 from tandem.errors import StoreError
-from tandem.serve.http.service import Service
+from tandem.serve.http.refusals import RequestRefused
+from tandem.serve.http.service import AppRoute, Service, turn_away
 from tandem.shapes.agent import APPEND_BYTES, PIECE_BYTES
 
 _log = logging.getLogger(__name__)
 REQUESTS_PER_S = 50.0
+
+
+class AssistantApp(Protocol):
+    """An ASGI app that lets assistants look at runs (tandem.assistant.door)."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def end(self) -> None:
+        """End its streams."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def _no_assistant(scope: Scope, receive: Receive, send: Send) -> None:
+    missing = RequestRefused(501, 'this server has no /mcp: install "tandem-rl[control,mcp]" and start it again')
+    await turn_away(missing, scope, receive, send)
 
 
 def control_service(
@@ -34,9 +54,10 @@ def control_service(
     close: Callable[[], Awaitable[None]] | None = None,
     *,
     requests_per_s: float = REQUESTS_PER_S,
+    assistant: AssistantApp | None = None,
 ) -> Service:
     """Build the service. `loop` runs beside the requests, from the first to the last; `close` is called after it.
-    `requests_per_s`: of each key; 0: no limit."""
+    `requests_per_s`: of each key; 0: no limit. `assistant`: what answers /mcp."""
     runs, agents, views = RunRoutes(plane), AgentRoutes(plane), view_routes(plane)
     router = APIRouter()
     for each in (runs, agents, OrgRoutes(plane), SecretRoutes(plane), views):
@@ -63,6 +84,8 @@ def control_service(
     def ending() -> None:
         runs.ended.set()
         views.ended.set()
+        if assistant is not None:
+            assistant.end()
 
     async def start() -> None:
         await plane.audit.keep(plane.store)
@@ -75,6 +98,8 @@ def control_service(
                 await task
         if close is not None:
             await close()
+        if assistant is not None:
+            await assistant.close()
         with suppress(StoreError, OSError):
             await plane.audit.keep(plane.store)
         await asyncio.to_thread(plane.store.close)
@@ -92,6 +117,7 @@ def control_service(
         gzip=True,
         open_paths=page_paths() | {"/openapi.json"},
         hot=[*runs.hot, *agents.hot],
+        apps=[AppRoute("/mcp", assistant or _no_assistant)],
         ending=ending,
         authenticate=partial(authenticate, plane.callers, RateLimit(requests_per_s)),
     )  # fmt: skip

@@ -66,6 +66,13 @@ class HotRoute(Route):
         return match, {**child, "route": self}  # for the metrics
 
 
+class AppRoute(HotRoute):
+    """A path that a whole ASGI app answers, by any method. The OpenAPI document does not describe it."""
+
+    def __init__(self, path: str, app: ASGIApp) -> None:
+        Route.__init__(self, path, app)
+
+
 @dataclass(frozen=True)
 class Service:
     """What one service adds to the app: its routes, its limits and metrics, and what to start and close."""
@@ -89,6 +96,7 @@ class Service:
     """Paths whose clients retry only after a 5xx. Bodies wait for memory, and get 507 or 503 instead of 429 or 408."""
     hot: Sequence[HotRoute] = ()
     """Routes that are matched before the router."""
+    apps: Sequence[AppRoute] = ()
     ending: Callable[[], None] = lambda: None
     """Called when the server must end, to end streams that would not end by themselves."""
     authenticate: Callable[[str, Scope], None] | None = None
@@ -110,8 +118,8 @@ def create_app(service: Service, *, token: str, hosts: frozenset[str] | None, bo
 
     endpoints = Endpoints()
     app = FastAPI(
-        title=service.name, routes=[*service.hot], lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
-        generate_unique_id_function=endpoints.name,
+        title=service.name, routes=[*service.hot, *service.apps], lifespan=lifespan, docs_url=None, redoc_url=None,
+        openapi_url=None, generate_unique_id_function=endpoints.name,
     )  # fmt: skip
     app.state.ending, app.state.aside = service.ending, OffLoop()
     registry = CollectorRegistry()
