@@ -91,8 +91,8 @@ OF_OPERATORS = {"control serve", "control backup", "control restore", "control u
 FOR_ASSISTANTS = {"mcp"}
 """Commands that another program starts."""
 
-FOR_BROWSERS = {"dashboard"}
-"""Commands whose use is a page; what it shows, the Python API reads itself."""
+TO_LOOK_AT = {"dashboard", "top"}
+"""Commands whose use is what they show; that, the Python API reads itself."""
 
 BEHIND_AN_OPTION = {"supervise_run": ("train", "resume")}
 """Functions that commands call when they are asked to: --supervise."""
@@ -127,7 +127,7 @@ def taken_from(name: str) -> str:
 
 
 def test_every_command_has_a_python_function():
-    assert set(COMMANDS) == {*PYTHON_FUNCTION, *CLIENT_METHOD, *OF_OPERATORS, *FOR_ASSISTANTS, *FOR_BROWSERS}
+    assert set(COMMANDS) == {*PYTHON_FUNCTION, *CLIENT_METHOD, *OF_OPERATORS, *FOR_ASSISTANTS, *TO_LOOK_AT}
     assert set(PYTHON_FUNCTION.values()) <= FUNCTIONS
 
 

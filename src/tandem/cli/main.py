@@ -42,6 +42,7 @@ from tandem.cli.samples import samples
 from tandem.cli.sweep import sweep
 from tandem.cli.sync import sync_app
 from tandem.cli.targets import targets
+from tandem.cli.top import top
 from tandem.errors import TandemError
 from tandem.runs.named_runs import is_run_id
 
@@ -521,6 +522,7 @@ for command in (runs, watch, explain, report, compare, login, submit, cancel, lo
 app.command()(targets)
 app.command()(mcp)
 app.command()(dashboard)
+app.command()(top)
 app.command(hidden=True)(agent)
 env_app.command("list")(env_list)
 
