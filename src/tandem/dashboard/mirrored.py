@@ -10,10 +10,15 @@ from tandem.dashboard.views import Found, Runs, first_line, plain
 from tandem.errors import NotKnown, RunError
 from tandem.obs.run_history import History, read_history
 from tandem.runs.explain import explain_run
+from tandem.runs.liveness import read_sign
 from tandem.runs.run_list import run_row
 from tandem.runs.watch import look
 from tandem.shapes.runs import AttemptInfo, RunInfo
 
+EndedRows = dict[str, tuple[int, Found]]
+"""Rows of runs that have ended, by their ids, each with the time of that end."""
+
+_MOST_KEPT = 5000
 _ENDED = ("succeeded", "failed", "cancelled", "stopped")
 _NOTHING_YET: Found = {
     "stage": "", "step": 0, "steps_total": 0, "verdict": "", "metrics": {}, "events": [], "attempts": [],
@@ -33,9 +38,10 @@ class MirroredRuns(Runs):
     """The runs that one request may see, called by their ids. How a run stands, the control plane says: its files are
     as they last came, and a machine that is lost writes nothing."""
 
-    def __init__(self, mirrors: Path, told: Mapping[str, Told]) -> None:
+    def __init__(self, mirrors: Path, told: Mapping[str, Told], ended: EndedRows) -> None:
+        """`ended`: rows of the list that were read before, of runs that have ended; it is added to."""
         super().__init__(mirrors)
-        self._told = told
+        self._told, self._ended = told, ended
 
     def place(self, name: str) -> Path:
         if name not in self._told:
@@ -46,14 +52,23 @@ class MirroredRuns(Runs):
         return {"directory": "this server", "runs": [self._mirrored_row(each.info) for each in self._told.values()]}
 
     def _mirrored_row(self, info: RunInfo) -> Found:
-        row = run_row(self.place(info.id))
-        asked_to = f"; asked to {info.want}" if info.want != "run" and info.state not in _ENDED else ""
+        before = self._ended.get(info.id)
+        if before is not None and before[0] == info.ended_at and info.state in _ENDED:
+            return before[1]
+        place, asked = self.place(info.id), info.want != "run" and info.state not in _ENDED
+        row, sign = run_row(place), read_sign(place)
+        stage = sign.stage if sign is not None and info.state == "running" else ""
         server = {
             "run": info.id, "title": info.name, "state": info.state, "liveness": liveness(info), "at": info.at,
-            "error": first_line(info.why or info.error), "project": info.project, "target": info.target,
-            "stage": f"{info.stage if info.state == 'running' else ''}{asked_to}", "cost_usd": info.cost_usd,
+            "error": first_line(info.why or row["error"]), "project": info.project, "target": info.target,
+            "stage": f"{stage}; asked to {info.want}" if asked else stage, "cost_usd": info.cost_usd,
         }  # fmt: skip
-        return plain({"step": 0, "steps_total": 0, **row, **server})
+        found = plain({"step": 0, "steps_total": 0, **row, **server})
+        if info.state in _ENDED:
+            while len(self._ended) >= _MOST_KEPT:
+                self._ended.pop(next(iter(self._ended)))
+            self._ended[info.id] = (info.ended_at, found)
+        return found
 
     def sight(self, name: str) -> Found:
         info = self._told[name].info
@@ -71,9 +86,7 @@ class MirroredRuns(Runs):
 
     def explained(self, name: str) -> Found:
         info = self._told[name].info
-        return explain_run(
-            self.place(name), name=name, state=info.state, why=info.why or info.error, ended=self._attempts(name)
-        )
+        return explain_run(self.place(name), name=name, state=info.state, why=info.why, ended=self._attempts(name))
 
     def versions(self, name: str) -> Found:
         try:

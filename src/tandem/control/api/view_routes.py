@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -12,7 +11,7 @@ from sqlalchemy.orm import Session
 from tandem.control import queries
 from tandem.control.api.requests import Plane, caller_of
 from tandem.control.callers import Caller
-from tandem.dashboard.mirrored import MirroredRuns, Told
+from tandem.dashboard.mirrored import EndedRows, MirroredRuns, Told
 from tandem.dashboard.service import DashboardRoutes
 
 MOST_RUNS = 500
@@ -22,6 +21,7 @@ _PAGES = {"targets": "runs:read", "usage": "runs:read", "keys": "keys", "audit":
 
 def view_routes(plane: Plane) -> DashboardRoutes:
     """Return the dashboard's routes over the mirrors of a control plane."""
+    ended: EndedRows = {}
 
     async def runs_for(request: Request, names: Sequence[str]) -> MirroredRuns:
         caller, now = caller_of(request, "runs:read"), plane.clock()
@@ -32,11 +32,7 @@ def view_routes(plane: Plane) -> DashboardRoutes:
             found = queries.run_page(session, caller, {}, "", MOST_RUNS, now)
             return {info.id: Told(info) for info in found}
 
-        told = await plane.store.read(read)
-        now_told = {
-            name: replace(each, info=await plane.with_progress(each.info)) for name, each in told.items()
-        }  # fmt: skip
-        return MirroredRuns(plane.mirror.directory, now_told)
+        return MirroredRuns(plane.mirror.directory, await plane.store.read(read), ended)
 
     async def about(request: Request) -> dict[str, Any]:
         caller = caller_of(request, "runs:read")
