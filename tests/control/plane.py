@@ -24,7 +24,9 @@ from tandem.control.sealing import read_master_keys
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Run
 from tandem.control.tokens import attempt_token
+from tandem.recipes.plan_offers import plan_offers
 from tandem.serve.http.service import create_app
+from tandem.shapes.plans import PlanBody, PlanInfo
 from tandem.shapes.runs import TargetInfo
 
 TOKEN, SECRET = "operators-token", b"s" * 32
@@ -106,10 +108,13 @@ def served(home: Path, database: str = "", requests_per_s: float = 0.0) -> Serve
     async def offers() -> list[TargetInfo]:
         return [TargetInfo(name="box", kind="local", offers=[])]
 
+    async def plan(body: PlanBody, target: TargetInfo) -> PlanInfo:
+        return await asyncio.to_thread(plan_offers, body, target)
+
     woken: list[int] = []
     keys, prices = read_master_keys(home / "data", env={}), {"box": 2.0, "free": 0.0}
     mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
-    plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, lambda: woken.append(1))
+    plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, plan, lambda: woken.append(1))
 
     async def loop() -> None:
         await asyncio.Event().wait()

@@ -14,10 +14,12 @@ from fastapi.openapi.models import OpenAPI
 from plane import SPEC, TOKEN, Served, piece, served
 
 from tandem.control.tokens import attempt_token
+from tandem.dashboard.service import page_paths
 from tandem.shapes.runs import SCOPES
 
 CANARY = "canary7"
 BODIES: dict[str, Any] = {
+    "/api/plans": {"spec_toml": SPEC, "target": "box"},
     "/api/runs": {"spec_toml": SPEC, "target": "box"},
     "/api/runs/{id}/cancel": {},
     "/api/runs/{id}/resume": {},
@@ -32,7 +34,8 @@ BODIES: dict[str, Any] = {
     "/api/attempts/{id}/end": {"instance": "thief", "state": "failed"},
 }
 OF_AGENTS = {path for path in BODIES if "/attempts/{id}/" in path}
-WITHOUT_KEY = {"/health", "/openapi.json"}
+WITHOUT_KEY = {"/health", "/openapi.json", *page_paths()}
+OF_TWO_RUNS = {"/api/views/compare"}
 OPERATORS = {("post", "/api/orgs"), ("get", "/metrics")}
 
 
@@ -57,9 +60,11 @@ class World:
                     yield method, path, security[0]["token"]
 
     def call(self, method: str, path: str, key: str) -> Any:
-        ids = {"runs": self.run, "attempts": self.attempt, "keys": self.key, "secrets": self.secret}
+        ids = {"runs": self.run, "views": self.run, "attempts": self.attempt, "keys": self.key, "secrets": self.secret}
         part = path.split("/")[2] if path.count("/") > 1 else ""
         filled = path.replace("{id}", ids.get(part, "")).replace("{name}", "log.txt")
+        if path in OF_TWO_RUNS:
+            filled += f"?run={self.run}&run={self.run}"
         body = BODIES[path] if method == "post" else None
         return self.plane.ask(method.upper(), filled, key, body)
 
@@ -138,7 +143,9 @@ def test_a_key_of_another_org_or_project_sees_nothing_of_this_one(world: World):
     for name, key in keys.items():
         for method, path, _ in world.operations():
             answer = world.call(method, path, key)
-            expected = {401} if path in OF_AGENTS else {404} if "{id}" in path else {200, 201, 403}
+            expected = (
+                {401} if path in OF_AGENTS else {404} if "{id}" in path or path in OF_TWO_RUNS else {200, 201, 403}
+            )
             own_org = name == "same org, other project" and path == "/api/me"
             made_by_it = f"{CANARY} org" if (name, path) == ("operator", "/api/audit") else "\0"
             leaked = CANARY in answer.text.replace(made_by_it, "") and not own_org

@@ -3,32 +3,23 @@ control server, its own runs with the caller's key."""
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from threading import BoundedSemaphore
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from tandem.assistant import reading
 from tandem.assistant.reading import Row
 from tandem.assistant.spending import Estimate, Spending
 from tandem.client import Tandem, find_place
-from tandem.errors import RunError, SpecError
+from tandem.errors import RunError
 from tandem.recipes.targets import list_targets
 from tandem.runs.explain import explain_run
 from tandem.runs.named_runs import explain_remote, is_run_id, look_remote, run_directory
 from tandem.runs.run_list import list_runs
 from tandem.runs.watch import look
-
-_PLAN_S = 120.0
-_PLANS_AT_ONCE = BoundedSemaphore(2)
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+from tandem.spec.load import parse_spec
 
 
 class Desk(Protocol):
@@ -58,7 +49,7 @@ class Desk(Protocol):
 
     def targets(self) -> list[Row]: ...
 
-    def estimate(self, spec: Mapping[str, Any], gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
+    def estimate(self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
         """Plan a spec. It reads no data and runs no code that the spec names."""
         ...
 
@@ -98,10 +89,13 @@ class FolderDesk:
         with found as server:
             return [each.model_dump(mode="json") for each in server.targets()]
 
-    def estimate(self, spec: Mapping[str, Any], gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
-        from tandem.assistant.planning import estimate
+    def estimate(self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
+        from tandem.recipes.plan_run import plan_run
+        from tandem.runs.planner.plan_text import plan_text
 
-        return estimate(spec, gpu, prompt_tokens, row_tokens)
+        planned = plan_run(parse_spec(spec), gpu=gpu, prompt_tokens=prompt_tokens, row_tokens=row_tokens)
+        seconds = float(planned.as_json()["times"]["steps_s"])
+        return Estimate.of(planned.fits, plan_text(planned), planned.peak_gib, seconds)
 
 
 class ServerDesk:
@@ -138,27 +132,11 @@ class ServerDesk:
         with self.server() as server:
             return [each.model_dump(mode="json") for each in server.targets()]
 
-    def estimate(self, spec: Mapping[str, Any], gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
-        """Plan in a process of its own, in an empty directory: it imports torch, and may take seconds."""
-        path = str(cast("Mapping[str, Any]", spec.get("model", {})).get("path", ""))
-        if path and not _HUB_ID.fullmatch(path):
-            raise SpecError(
-                f"model.path = '{path[:80]}': this server does not read files of yours, or its own; give an id of the "
-                "hub or a preset, or plan with `tandem plan`"
-            )
-        asked = {"spec": spec, "gpu": gpu, "prompt_tokens": prompt_tokens, "row_tokens": row_tokens}
-        with _PLANS_AT_ONCE, tempfile.TemporaryDirectory() as empty:
-            try:
-                done = subprocess.run(
-                    [sys.executable, "-P", "-m", "tandem.assistant.planning"], input=json.dumps(asked), text=True,
-                    capture_output=True, timeout=_PLAN_S, cwd=empty, check=False,
-                )  # fmt: skip
-            except subprocess.TimeoutExpired:
-                raise RunError(f"the plan took longer than {_PLAN_S:g} s") from None
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-            raise RunError(f"this server cannot plan: {last[0][:500]}")
-        told = json.loads(done.stdout)
-        if refused := told.get("refused"):
-            raise SpecError(refused)
-        return Estimate(**told)
+    def estimate(self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
+        with self.server() as server:
+            target = target or server.targets()[0].name
+            planned = server.plan(spec, target=target, gpu=gpu, prompt_tokens=prompt_tokens, row_tokens=row_tokens)
+        if (best := planned.best) is None:
+            why = "; ".join(each.why_not for each in planned.estimates) or planned.error
+            raise RunError(f"target = '{target}': no estimate: {why[:500]}")
+        return Estimate.of(best.fits, best.text, best.memory_gib, best.seconds)

@@ -170,7 +170,7 @@ class _Tools:
         """Estimate memory, time and cost of a spec, given as TOML. Starts nothing and reads no data, so lengths are
         those that you give. With `target`, the digest in the answer is what submit wants."""
         desk, spec = self.desk_for(context), parse_spec(parsed(spec_toml)).as_written()
-        estimate = desk.estimate(spec, gpu, prompt_tokens, row_tokens)
+        estimate = desk.estimate(spec, target, gpu, prompt_tokens, row_tokens)
         found: Row = {"fits": estimate.fits, "plan": estimate.text}
         if target:
             found["plan_digest"] = desk.spending.plan(spec, target, max_cost_usd, estimate.said)

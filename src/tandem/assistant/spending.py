@@ -19,6 +19,8 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.resolve import Elicit
 from pydantic import BaseModel, Field
 
+from tandem.assistant.reading import MOST_BYTES
+
 PLAN_S, HOUR_S = 1800.0, 3600.0
 ASKS_AN_HOUR = 20
 
@@ -37,6 +39,11 @@ class Estimate:
     text: str
     said: str
     """In a line, for the person who is asked."""
+
+    @classmethod
+    def of(cls, fits: bool, text: str, memory_gib: float, seconds: float) -> Estimate:
+        said = f"{memory_gib:.1f} GiB, {seconds:,.0f} s of steps{'' if fits else '; it does not fit'}"
+        return cls(fits, text[: MOST_BYTES // 2], said)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tandem.runs.named_runs import is_run_id, look_remote, mirror_of
 
 if TYPE_CHECKING:
     from tandem.client import RemoteRun, Tandem
-    from tandem.shapes.runs import OfferInfo
+    from tandem.shapes.plans import Estimate
 
 RunOrDir = Annotated[
     str, typer.Argument(metavar="RUN", help="A run directory, or the id of a run on a control server.")
@@ -187,40 +187,49 @@ def _leave(state: str) -> None:
 
 def _show_plan(server: Tandem, spec: Any, target: str, max_cost: float) -> None:
     """Print where the run would go, and what it is likely to take there."""
-    from tandem.errors import SpecError
-
-    there = {each.name: each for each in server.targets()}
-    if target not in there:
-        raise SpecError(f"--target {target}: the server has {', '.join(sorted(there)) or 'none'}")
-    found = there[target]
+    prompt_tokens, row_tokens = _measured_tokens(spec)
+    found = server.plan(spec.as_written(), target=target, prompt_tokens=prompt_tokens, row_tokens=row_tokens)
     if found.error:
         typer.echo(f"{target} ({found.kind}) does not answer now: {found.error}")
-    for offer in found.offers:
-        cards = f"{offer.gpus} x {offer.gpu or 'GPU'}" if offer.gpus else f"{offer.cpus} CPUs"
-        state = "now" if offer.now else f"{'later' if offer.fits else 'never'}: {offer.why_not}"
-        typer.echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
-        typer.echo(_estimate(spec, offer))
-    if found.kind != "local" and (files := sorted(set(spec.local_files()))):
-        typer.echo(f"The spec names files of this machine; {target} must have them there, too: {', '.join(files)}")
+    for each in found.estimates:
+        if (offer := each.offer) is not None:
+            cards = f"{offer.gpus} x {offer.gpu or 'GPU'}" if offer.gpus else f"{offer.cpus} CPUs"
+            state = "now" if offer.now else f"{'later' if offer.fits else 'never'}: {offer.why_not}"
+            typer.echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
+            typer.echo(_estimate(each))
+    if found.local_files:
+        files = ", ".join(found.local_files)
+        typer.echo(f"The spec names files of this machine; {target} must have them there, too: {files}")
     typer.echo(f"It is stopped before it costs more than {max_cost:g} USD." if max_cost else "It has no cost limit.")
 
 
-def _estimate(spec: Any, offer: OfferInfo) -> str:
-    """Return the planner's estimate for an offer in a line; why there is none, where the planner cannot say."""
+def _measured_tokens(spec: Any) -> tuple[int, int]:
+    """Return the tokens of the longest prompt and row of this machine's data; what a plan takes where there are none,
+    or where what measures them is not installed."""
     from tandem.errors import TandemError
-    from tandem.recipes.plan_run import plan_run
-    from tandem.runs.planner.calibration import card_within, known
+    from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS
 
-    gpu = card_within(offer.gpu) if offer.gpus else "cpu"
-    if not gpu:
-        return f"No estimate for '{offer.gpu}': the planner knows {', '.join(known())}"
     try:
-        planned: dict[str, Any] = plan_run(spec, gpu=gpu).as_json()
-    except (TandemError, ModuleNotFoundError) as error:
-        return f"No estimate: {error}"
-    seconds, fits = float(planned["times"]["steps_s"]), "" if planned["fits"] else "; it does not fit"
-    usd = seconds / 3600 * offer.usd_per_hour
-    return f"Estimate for {gpu}: {planned['peak_gib']:.1f} GiB{fits}, {seconds:,.0f} s of steps, {usd:.2f} USD"
+        from tandem.recipes.data_lengths import read_lengths
+
+        lengths = read_lengths(spec)
+    except (TandemError, ModuleNotFoundError):
+        return PROMPT_TOKENS, ROW_TOKENS
+    rows = [each for group in lengths.groups for each in group.lengths]
+    return (
+        max(1, *lengths.prompts) if lengths.prompts else PROMPT_TOKENS,
+        max(1, *rows) if rows else ROW_TOKENS,
+    )
+
+
+def _estimate(each: Estimate) -> str:
+    if each.why_not:
+        return f"No estimate by the server: {each.why_not}; `tandem plan` plans on this machine"
+    fits = "" if each.fits else "; it does not fit"
+    return (
+        f"Estimate for {each.gpu}: {each.memory_gib:.1f} GiB{fits}, {each.seconds:,.0f} s of steps, "
+        f"{each.cost_usd:.2f} USD"
+    )
 
 
 def resume_remote(run_id: str) -> None:

@@ -14,6 +14,7 @@ from tandem.client.place import Place, find_place
 from tandem.client.pull import Pulled, pull
 from tandem.client.requests import Call, Events, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
+from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS, PlanBody, PlanInfo
 from tandem.shapes.runs import (
     AttemptInfo,
     AuditInfo,
@@ -70,6 +71,23 @@ class Tandem(AbstractContextManager["Tandem"]):
 
     def targets(self) -> list[TargetInfo]:
         return self.call(requests.targets()).items
+
+    def plan(
+        self,
+        spec: str | Path | Mapping[str, Any],
+        *,
+        target: str,
+        gpu: str = "",
+        prompt_tokens: int = PROMPT_TOKENS,
+        row_tokens: int = ROW_TOKENS,
+    ) -> PlanInfo:
+        """Return what a spec needs on each offer of a target: memory, seconds and cost. Nothing is started. The server
+        reads no data: the lengths are those that you give. `gpu`: plan for this card in place of the target's."""
+        body = requests.body(
+            PlanBody, spec_toml=requests.spec_text(spec), target=target, gpu=gpu, prompt_tokens=prompt_tokens,
+            row_tokens=row_tokens,
+        )  # fmt: skip
+        return self.call(requests.plan(body))
 
     def submit(
         self,

@@ -27,6 +27,7 @@ from tandem.errors import (
 )
 from tandem.io.retry_after import retry_after_s
 from tandem.shapes.base import Answer, Asked
+from tandem.shapes.plans import PlanBody, PlanInfo
 from tandem.shapes.runs import (
     ENDED,
     AttemptList,
@@ -98,6 +99,10 @@ def me() -> Call[Me]:
 
 def targets() -> Call[TargetList]:
     return _get("/api/targets", TargetList)
+
+
+def plan(body: PlanBody) -> Call[PlanInfo]:
+    return Call("POST", "/api/plans", PlanInfo, body, {"Content-Type": "application/json"})
 
 
 def submit(body: SubmitBody) -> Call[RunInfo]:

@@ -31,6 +31,8 @@ _PAGES = Path(__file__).parent / "pages"
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": PAGE, ".svg": "image/svg+xml"}
 _POLL_S, _SIGN_S = 0.5, 10.0
 _MOST_NAMES, _MOST_RUNS = 40, 8
+_SCOPE = "runs:read"
+"""Of a key, where keys have scopes."""
 
 View = Callable[[Runs], dict[str, Any]]
 RunsFor = Callable[[Request, Sequence[str]], Awaitable[Runs]]
@@ -76,32 +78,32 @@ class DashboardRoutes:
         add("/api/views/runs", self.all, methods=["GET"])
         add("/api/views/compare", self.compare, methods=["GET"])
         for kind in ("curves", "answers", "versions", "log", "follow"):
-            add(f"/api/views/runs/{{run}}/{kind}", getattr(self, kind), methods=["GET"])
-        add("/api/views/runs/{run}", self.overview, methods=["GET"])
+            add(f"/api/views/runs/{{id}}/{kind}", getattr(self, kind), methods=["GET"])
+        add("/api/views/runs/{id}", self.overview, methods=["GET"])
 
-    @speaks()
+    @speaks(scope=_SCOPE)
     async def about(self, request: Request) -> Response:
         """Say what this server has besides runs, and what the caller may do: for the dashboard's pages."""
         return _told(await self._about(request))
 
-    @speaks()
+    @speaks(scope=_SCOPE)
     async def all(self, request: Request) -> Response:
         """List the runs, the newest first."""
         return await self._read(request, (), lambda runs: runs.all())
 
-    @speaks()
-    async def overview(self, run: str, request: Request) -> Response:
+    @speaks(scope=_SCOPE)
+    async def overview(self, id: str, request: Request) -> Response:
         """Return how a run stands and what it came to."""
-        return await self._read(request, (run,), lambda runs: runs.overview(run))
+        return await self._read(request, (id,), lambda runs: runs.overview(id))
 
-    @speaks(query=("names",))
-    async def curves(self, run: str, request: Request) -> Response:
+    @speaks(scope=_SCOPE, query=("names",))
+    async def curves(self, id: str, request: Request) -> Response:
         """Return columns of metrics: `names` with commas between them, `*` for any letters."""
         names = request.query_params.get("names", "*").split(",")[:_MOST_NAMES]
-        return await self._read(request, (run,), lambda runs: runs.curves(run, names))
+        return await self._read(request, (id,), lambda runs: runs.curves(id, names))
 
-    @speaks(query=("first", "last", "grep", "min_reward", "max_reward"))
-    async def answers(self, run: str, request: Request) -> Response:
+    @speaks(scope=_SCOPE, query=("first", "last", "grep", "min_reward", "max_reward"))
+    async def answers(self, id: str, request: Request) -> Response:
         """Return answers that a run trained on, of the steps `first` to `last`."""
         first, last = whole(request, "first", 0, 2**53), whole(request, "last", 0, 2**53)
         wanted = {
@@ -110,20 +112,20 @@ class DashboardRoutes:
             "min_reward": _decimal(request, "min_reward"),
             "max_reward": _decimal(request, "max_reward"),
         }
-        return await self._read(request, (run,), lambda runs: runs.answers(run, **wanted))
+        return await self._read(request, (id,), lambda runs: runs.answers(id, **wanted))
 
-    @speaks()
-    async def versions(self, run: str, request: Request) -> Response:
+    @speaks(scope=_SCOPE)
+    async def versions(self, id: str, request: Request) -> Response:
         """Return the proof of each version of the weights."""
-        return await self._read(request, (run,), lambda runs: runs.versions(run))
+        return await self._read(request, (id,), lambda runs: runs.versions(id))
 
-    @speaks(query=("file", "before"))
-    async def log(self, run: str, request: Request) -> Response:
+    @speaks(scope=_SCOPE, query=("file", "before"))
+    async def log(self, id: str, request: Request) -> Response:
         """Return the last lines of a log, or those before line `before`."""
         file, before = text(request, "file") or LOGS[0], whole(request, "before", 0, 2**53)
-        return await self._read(request, (run,), lambda runs: runs.log(run, file, before))
+        return await self._read(request, (id,), lambda runs: runs.log(id, file, before))
 
-    @speaks(query=("run",))
+    @speaks(scope=_SCOPE, query=("run",))
     async def compare(self, request: Request) -> Response:
         """Compare runs with the first of them: `run` twice or more."""
         names = request.query_params.getlist("run")[:_MOST_RUNS]
@@ -131,14 +133,14 @@ class DashboardRoutes:
             raise RequestRefused(422, "run: name two runs or more", field="run")
         return await self._read(request, names, lambda runs: runs.compare(names))
 
-    @speaks(answers=(EVENTS,))
-    async def follow(self, run: str, request: Request) -> Response:
+    @speaks(scope=_SCOPE, answers=(EVENTS,))
+    async def follow(self, id: str, request: Request) -> Response:
         """Stream the rows of a run's metrics as they are written, and how it stands. It goes on after Last-Event-ID."""
         last = request.headers.get("last-event-id", "")
         start = int(last) if last.isascii() and last.isdigit() and len(last) < 16 else -1
-        follower = Follower((await self._runs_for(request, (run,))).place(run), start)
+        follower = Follower((await self._runs_for(request, (id,))).place(id), start)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._events(run, follower, request), media_type=EVENTS, headers=headers)
+        return StreamingResponse(self._events(id, follower, request), media_type=EVENTS, headers=headers)
 
     async def _events(self, run: str, follower: Follower, request: Request) -> AsyncIterator[str]:
         quiet_s, before = 0.0, ""

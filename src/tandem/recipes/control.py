@@ -25,6 +25,7 @@ from tandem.control.store import Store
 from tandem.control.tokens import attempt_secret, attempt_token
 from tandem.control.vault import wrap_all_again
 from tandem.errors import SpecError
+from tandem.recipes.plan_offers import ChildPlanner
 from tandem.recipes.run_needs import need_of
 from tandem.recipes.targets import ask_targets
 from tandem.serve.http.httptools_protocol import FastHttp
@@ -111,7 +112,7 @@ def _plane(
 
     prices = {name: each.usd_per_hour for name, each in targets.items()}
     mirror, audit = Mirror(data_dir / MIRRORS, store), AuditLog(secret, data_dir)
-    return Plane(store, mirror, callers, keys, audit, now_ms, prices, offers, loop.wake)
+    return Plane(store, mirror, callers, keys, audit, now_ms, prices, offers, ChildPlanner(), loop.wake)
 
 
 def _loop(store: Store, targets: Mapping[str, AnyTarget], secret: bytes, url: Callable[[], str]) -> Reconciler:

@@ -27,6 +27,7 @@ from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.request_bounds import AT_ONCE_BYTES, check_values, idempotency_key
 from tandem.serve.http.service import aside, body_at_hand, let_go
 from tandem.shapes.base import Asked
+from tandem.shapes.plans import PlanBody, PlanInfo
 from tandem.shapes.runs import RunInfo, TargetInfo
 from tandem.spec.load import plain_message
 
@@ -54,6 +55,8 @@ class Plane:
     """US dollars for an hour, by target."""
     offers: Callable[[], Awaitable[Sequence[TargetInfo]]]
     """Asks every target what it offers now."""
+    plan: Callable[[PlanBody, TargetInfo], Awaitable[PlanInfo]]
+    """Plans a spec for what a target offers."""
     wake: Callable[[], None]
     """Called when a run has changed, so that the loop looks at once."""
 

@@ -20,6 +20,7 @@ from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.request_bounds import AT_ONCE_BYTES, text, whole
 from tandem.serve.http.service import HotRoute, aside, body_at_hand
+from tandem.shapes.plans import PlanBody, PlanInfo
 from tandem.shapes.runs import (
     AttemptList,
     CancelBody,
@@ -47,6 +48,7 @@ class RunRoutes:
         self.plane, self.ended = plane, asyncio.Event()
         self.router = APIRouter()
         add = self.router.add_api_route
+        add("/api/plans", self.plan, methods=["POST"])
         add("/api/runs", self.submit, methods=["POST"], status_code=201)
         add("/api/runs", self.runs, methods=["GET"])
         add("/api/runs/{id}/cancel", self.cancel, methods=["POST"], status_code=202)
@@ -59,16 +61,33 @@ class RunRoutes:
         add("/api/usage", self.usage, methods=["GET"])
         self.hot = [HotRoute("/api/runs/{id}", self.run, "GET")]
 
-    @speaks(SubmitBody, key="required", status=201, answer=RunInfo, scope="runs:write")
-    async def submit(self, request: Request) -> Response:
-        """Queue a run of a spec, on a target. The answer says where it is; the same key gives the same run."""
-        caller = caller_of(request, "runs:write")
-        body = await asked(request, SubmitBody, keep=True)
+    @speaks(PlanBody, answer=PlanInfo, scope="runs:write")
+    async def plan(self, request: Request) -> Response:
+        """Estimate memory, time and cost of a spec on each offer of a target. Starts nothing. It is for keys that may
+        submit: whether a path that the spec names is on this machine can be seen in the answer."""
+        caller_of(request, "runs:write")
+        body = await asked(request, PlanBody, keep=True)
+        await self._checked(request, body)
+        offered = {each.name: each for each in await self.plane.offers()}
+        if body.target not in offered:
+            raise RequestRefused(503, f"target = '{body.target}': says nothing now; send it again", field="target")
+        return answer(await self.plane.plan(body, offered[body.target]))
+
+    async def _checked(self, request: Request, body: PlanBody | SubmitBody) -> str:
+        """Check a spec and its target; return the spec's name."""
         read = partial(_spec_name, body.spec_toml)
         name = await aside(request)(read) if len(body_at_hand(request)) > AT_ONCE_BYTES else read()
         if body.target not in self.plane.prices:
             known = ", ".join(sorted(self.plane.prices)) or "none"
             raise RequestRefused(422, f"target = '{body.target}': this server has {known}", field="target")
+        return name
+
+    @speaks(SubmitBody, key="required", status=201, answer=RunInfo, scope="runs:write")
+    async def submit(self, request: Request) -> Response:
+        """Queue a run of a spec, on a target. The answer says where it is; the same key gives the same run."""
+        caller = caller_of(request, "runs:write")
+        body = await asked(request, SubmitBody, keep=True)
+        name = await self._checked(request, body)
 
         def change(session: Session, body: SubmitBody, now: int) -> RunInfo:
             submitted = transitions.Submitted(

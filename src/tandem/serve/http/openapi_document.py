@@ -88,7 +88,7 @@ def document(
             said = spoken[operation["operationId"]]
             if path in open_paths:
                 operation["security"] = []
-            elif said.scope:
+            elif said.scope and of_all:
                 operation["security"] = [{"token": [said.scope]}]
             if parameters := [*_parameters(operation.get("parameters", []), said, path)]:
                 operation["parameters"] = parameters
