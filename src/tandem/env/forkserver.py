@@ -24,6 +24,7 @@ from typing import Any
 from tandem.env import resource_limits
 from tandem.env.load import load_environment
 from tandem.env.protocol_check import report_of, their_code
+from tandem.env.sandbox import inside
 from tandem.env.worker import LoadedEnvironment, work
 from tandem.env.worker_messages import MAX_TEXT
 from tandem.errors import EnvironmentFailed, TandemError
@@ -48,8 +49,11 @@ class _ForkedWorker:
 
 
 class ForkServer:
-    def __init__(self, control: socket.socket, loaded: LoadedEnvironment, memory_bytes: int) -> None:
-        self._control, self._loaded, self._memory_bytes = control, loaded, memory_bytes
+    def __init__(
+        self, control: socket.socket, loaded: LoadedEnvironment, memory_bytes: int, sandbox: dict[str, Any] | None
+    ) -> None:
+        """`sandbox`: the arguments of `inside.become_worker`; None: workers have no sandbox."""
+        self._control, self._loaded, self._memory_bytes, self._sandbox = control, loaded, memory_bytes, sandbox
         self._workers: dict[int, _ForkedWorker] = {}
         """By process id."""
         self._started_by_loading: set[int] = leash.children()  # processes that loading has started
@@ -133,7 +137,9 @@ class ForkServer:
         os.dup2(printing, 1)
         os.dup2(printing, 2)
         os.close(printing)
-        resource_limits.limit_worker(self._memory_bytes)
+        if self._sandbox is not None:
+            inside.become_worker(**self._sandbox)
+        resource_limits.limit_worker(self._memory_bytes, alone=self._sandbox is not None)
         work(socket.socket(fileno=fd), self._loaded)
 
     def _listen(self, worker: _ForkedWorker) -> bool:
@@ -247,6 +253,10 @@ def main() -> None:
     leash.adopt_orphans()
     order = json.loads(json_frames.receive(control))
     sys.path[:] = order["path"]
+    sandbox: dict[str, Any] | None = order["sandbox"]
+    if sandbox is not None and (why := _close_sandbox(sandbox)):
+        json_frames.send(control, {"op": "refused", "kind": "sandbox", "text": why})
+        return
     try:
         environment = load_environment(order["name"], order["params"])
         loaded = LoadedEnvironment(environment, order["name"], order["episode_timeout_s"])
@@ -265,7 +275,16 @@ def main() -> None:
         "report": report_of(environment)[:MAX_TEXT],
     }
     json_frames.send(control, {"op": "loaded", **told})
-    ForkServer(control, loaded, order["memory_bytes"]).run()
+    ForkServer(control, loaded, order["memory_bytes"], sandbox).run()
+
+
+def _close_sandbox(sandbox: dict[str, Any]) -> str:
+    """Filter system calls before the environment's code runs. Return why workers cannot have namespaces, or nothing."""
+    try:
+        inside.filter_calls(worker=False)
+    except OSError as error:
+        return str(error)
+    return inside.why_not(**sandbox)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +22,15 @@ def limit_files() -> None:
     _lower(resource.RLIMIT_CORE, 0)
 
 
-def limit_worker(memory_bytes: int) -> None:
-    """Limit a worker. `memory_bytes`: address space beyond that in use now."""
+def limit_worker(memory_bytes: int, *, alone: bool = False) -> None:
+    """Limit a worker. `memory_bytes`: address space beyond that in use now. `alone`: it has a user namespace."""
     _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
     if address_space := _address_space():
         _lower(resource.RLIMIT_AS, address_space + memory_bytes)
-    if running := _processes_of_user():
+    if alone:
+        if _counts_by_namespace():
+            _lower(resource.RLIMIT_NPROC, PROCESSES)
+    elif running := _processes_of_user():
         _lower(
             resource.RLIMIT_NPROC, running + 16 * PROCESSES
         )  # counts all processes of the user, so leave room for others
@@ -64,6 +69,12 @@ def _address_space() -> int:
     with suppress(OSError, ValueError):
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     return 0
+
+
+def _counts_by_namespace() -> bool:
+    """Return whether the kernel counts processes for RLIMIT_NPROC in each user namespace: Linux 5.14 and later."""
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return found is not None and (int(found[1]), int(found[2])) >= (5, 14)
 
 
 def _processes_of_user() -> int:
