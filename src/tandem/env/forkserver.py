@@ -34,6 +34,8 @@ from tandem.protocols import Demonstrator
 _TICK_S = 0.25
 _TAIL_BYTES = 4096
 _READ_BYTES = 2**16
+_OURS = 2  # processes of a sandbox without workers: bubblewrap's first one, and this
+_HELPERS = 2  # processes below the one that is known here, of a worker in a sandbox: see env/sandbox/inside.py
 _PAUSE_S = 0.001  # after each read of output: limits reading to 64 MB/s, so that output cannot take a core
 
 
@@ -199,6 +201,9 @@ class ForkServer:
 
     def _limit_processes(self) -> None:
         """Kill a worker that has forked too many processes."""
+        if self._sandbox is not None:
+            self._limit_sandboxes()
+            return
         if not self._workers:
             self._usual_processes = 0
             return
@@ -213,6 +218,21 @@ class ForkServer:
                     worker,
                     f"killed: it had {counts[worker.pid]} processes; at most {resource_limits.PROCESSES} are allowed",
                 )
+
+    def _limit_sandboxes(self) -> None:
+        """Kill a worker whose processes are too many, or together hold more memory than it may have alone."""
+        alone = _OURS + len(self._started_by_loading) + (1 + _HELPERS) * len(self._workers)
+        if sum(entry.isdigit() for entry in os.listdir("/proc")) <= alone:
+            return  # no worker has started a process; the kernel limits each by itself
+        most, most_bytes = resource_limits.PROCESSES, self._memory_bytes
+        for pid, held in resource_limits.held_below(self._workers.keys()).items():
+            if (count := held.processes - _HELPERS + 1) > most:
+                self._kill(self._workers[pid], f"killed: it had {count} processes; at most {most} are allowed")
+            elif count > 1 and held.resident_bytes > most_bytes:
+                used = resource_limits.proportional_bytes(held.pids)
+                if used > most_bytes:
+                    text = f"killed: its {count} processes held {used / 2**30:.1f} GiB together; "
+                    self._kill(self._workers[pid], text + f"environment.worker_memory_gib = {most_bytes / 2**30:g}")
 
     def _on_child_exit(self, *_: object) -> None:
         """Do nothing: the signal has already written to the pipe that wakes the loop."""

@@ -6,7 +6,9 @@ import os
 import platform
 import re
 import resource
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 FILE_BYTES = 4 * 2**30
@@ -68,6 +70,53 @@ def _lower(which: int, limit: int) -> None:
 def _address_space() -> int:
     with suppress(OSError, ValueError):
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a process and all its descendants hold."""
+
+    processes: int
+    resident_bytes: int
+    """Memory that belongs to no file. Pages shared by forks count for each of them, so this may be too much."""
+    pids: tuple[int, ...]
+
+
+def held_below(roots: Collection[int]) -> dict[int, Holding]:
+    """Return what each of these processes holds with its descendants, the process itself not counted."""
+    parents: dict[int, int] = {}
+    with suppress(OSError):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with suppress(OSError, ValueError, IndexError):
+                    stat = Path("/proc", entry, "stat").read_text()
+                    parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+    below: dict[int, list[int]] = {root: [] for root in roots}
+    for pid in parents:
+        above = parents[pid]
+        while above in parents and above not in below:
+            above = parents[above]
+        if above in below:
+            below[above].append(pid)
+    return {root: Holding(len(pids), sum(map(_own_bytes, pids)), tuple(pids)) for root, pids in below.items()}
+
+
+def proportional_bytes(pids: Iterable[int]) -> int:
+    """Return the memory of these processes, with each shared page divided among those that share it."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError, ValueError, IndexError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) * 1024
+    return total
+
+
+def _own_bytes(pid: int) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+        return (int(resident) - int(shared)) * resource.getpagesize()
     return 0
 
 

@@ -248,10 +248,14 @@ class _Pool:
         """Return a worker to the pool without waiting; a task ends the rest of its episode."""
         if not worker.playing and not worker.broken and not worker.ended.done():
             self._died_in_a_row = 0
-            self._free.append(worker)
-            self._wake_next()
-            return
-        retiring = asyncio.ensure_future(self._retire(worker))
+            if self._order.sandbox is None:
+                self._free.append(worker)
+                self._wake_next()
+                return
+            ending = self._give_back(worker)
+        else:
+            ending = self._retire(worker)
+        retiring = asyncio.ensure_future(ending)
         self._retiring.add(retiring)
         retiring.add_done_callback(self._retiring.discard)
 
@@ -272,8 +276,7 @@ class _Pool:
             except (TimeoutError, ValidationError, json_frames.BadFrame, ConnectionError):
                 why = "crashed" if worker.ended.done() else "hung"
         if not why and not worker.ended.done():
-            self._free.append(worker)
-            self._wake_next()
+            await self._give_back(worker)
             return
         if not worker.ended.done():
             self.fork_server.kill(worker.number, f"killed: {why}")
@@ -281,6 +284,19 @@ class _Pool:
                 async with asyncio.timeout(_EXIT_REPORT_S):  # so that its memory is free before a new worker starts
                     await asyncio.shield(worker.ended)
         self._discard(worker, why or "crashed")
+
+    async def _give_back(self, worker: _PoolWorker) -> None:
+        """Make room for the next episode, after one that left its worker able to play."""
+        if self._order.sandbox is None:
+            self._free.append(worker)
+        else:  # in a sandbox an episode leaves nothing to the next one
+            worker.close()
+            self._all.pop(worker.number, None)
+            self.fork_server.kill(worker.number, "its episode is over")
+            if self._size:
+                with contextlib.suppress(EpisodeFailed):  # the next episode tries again, and reports it
+                    self._free.append(await self._start())
+        self._wake_next()
 
     def _discard(self, worker: _PoolWorker, why: str) -> None:
         worker.close()
