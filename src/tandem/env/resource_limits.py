@@ -30,7 +30,7 @@ def limit_worker(memory_bytes: int, *, alone: bool = False) -> None:
     if address_space := _address_space():
         _lower(resource.RLIMIT_AS, address_space + memory_bytes)
     if alone:
-        if _counts_by_namespace():
+        if counts_by_namespace():
             _lower(resource.RLIMIT_NPROC, PROCESSES)
     elif running := _processes_of_user():
         _lower(
@@ -120,7 +120,7 @@ def _own_bytes(pid: int) -> int:
     return 0
 
 
-def _counts_by_namespace() -> bool:
+def counts_by_namespace() -> bool:
     """Return whether the kernel counts processes for RLIMIT_NPROC in each user namespace: Linux 5.14 and later."""
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     return found is not None and (int(found[1]), int(found[2])) >= (5, 14)

@@ -86,7 +86,7 @@ class EnvironmentSpec(Spec):
     sandbox_network: bool = False
     """Whether the sandbox has the network of this machine, its loopback too."""
     sandbox_read: Annotated[tuple[str, ...], Field(strict=False), LocalPath("always")] = ()
-    """Files and directories that the sandbox may read, besides the interpreter, packages and the environment's files."""
+    """Files and directories that the sandbox may read, besides the interpreter, packages and the environment's own."""
     sandbox_write: Annotated[tuple[str, ...], Field(strict=False), LocalPath("always")] = ()
     """Files and directories that the sandbox may read and write; all workers share them."""
     judge: JudgeSpec = NoJudge()
@@ -142,7 +142,7 @@ def files_in(name: str, params: Mapping[str, Any]) -> list[str]:
     if name != PROMPTS:
         return []
     data = params.get("data")
-    table: Mapping[str, Any] = data if isinstance(data, Mapping) else {"path": data}
+    table = cast("Mapping[str, Any]", data) if isinstance(data, Mapping) else {"path": data}
     named = [table[key] for key in _PATHS if isinstance(table.get(key), str)]
     return [*named, *(file for reward in sorted(_reward_names(params)) if (file := _file_of(reward)) is not None)]
 

@@ -131,7 +131,7 @@ def _mount_own(tmp_bytes: int, keep: Sequence[str]) -> None:
     """Mount an empty /tmp and /dev/shm. The paths of `keep` are bound again, as they were: read-only ones stay so."""
     opened = {path: os.open(path, os.O_PATH) for path in keep if os.path.exists(path)}
     here = os.getcwd()
-    for place in (b"/tmp", b"/dev/shm"):  # noqa: S108
+    for place in (b"/tmp", b"/dev/shm"):
         options = f"size={tmp_bytes},nr_inodes={_MOST_FILES},mode=1777".encode()
         _call("mount", b"tmpfs", place, b"tmpfs", _NOSUID | _NODEV, options)
     for path, fd in opened.items():

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import tandem
+from tandem.env import resource_limits
 from tandem.env.load import ADAPTERS
 from tandem.errors import SpecError
 from tandem.spec.environment import files_in
 
-TMP = "/tmp"  # noqa: S108 - inside the sandbox: memory of its own
+TMP = "/tmp"
 _SHARE_OF_MEMORY = 8
 _MOST_TMP_BYTES = 2**30
 _USER = "1000"  # inside; outside it is the user who started the run
@@ -42,6 +43,23 @@ class Sandbox:
     read: Sequence[str] = ()
     write: Sequence[str] = ()
 
+    @property
+    def text(self) -> str:
+        """What is open, and who limits processes, in a sentence."""
+        kernel = os.getuid() != 0 and resource_limits.counts_by_namespace()
+        counted = (
+            "the kernel" if kernel else "the fork server, since the kernel does not limit root or is older than 5.14"
+        )
+        return (
+            f"network: {'that of this machine' if self.network else 'none'}; read: {_listed(self.read)}; write: "
+            f"{_listed(self.write)}; a worker for each episode; its processes are counted by {counted}, and the memory "
+            "of all of them by the fork server; no cgroup is used"
+        )
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(paths) if paths else "nothing more"
+
 
 def tmp_bytes(memory_bytes: int) -> int:
     """Return the size of /tmp, and of /dev/shm, for a worker that may have so much memory."""
@@ -51,7 +69,7 @@ def tmp_bytes(memory_bytes: int) -> int:
 def command(
     sandbox: Sandbox, name: str, params: Mapping[str, Any], memory_bytes: int, program: Sequence[str]
 ) -> list[str]:
-    """Return the command that runs `program` in bubblewrap. SpecError if there is no bubblewrap, or a path is missing."""
+    """Return the command that runs `program` in bubblewrap. SpecError if there is none, or if a path is missing."""
     found = shutil.which(_PROGRAM)
     if found is None:
         raise SpecError(
@@ -65,7 +83,7 @@ def command(
         "--die-with-parent", "--new-session", "--hostname", "sandbox", *(["--share-net"] if sandbox.network else []),
         *_system(sandbox.network),
         "--proc", "/proc", *_proc(),
-        "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", TMP,  # noqa: S108
+        "--dev", "/dev", "--size", size, "--tmpfs", "/dev/shm", "--size", size, "--tmpfs", TMP,
         "--dir", here,
         *_bind("--ro-bind", sorted(_code() | own_files(name, params))),
         *_bind("--ro-bind", _there("read", sandbox.read)),

@@ -24,6 +24,7 @@ from tandem.env.sandbox.outside import Sandbox
 from tandem.env.worker_messages import FROM_LOADER, Demonstrated, LoadedMessage, RefusedMessage, Tasks
 from tandem.errors import EnvironmentFailed, SpecError
 from tandem.io import json_frames, leash
+from tandem.spec.environment import EnvironmentSpec
 from tandem.types import Message, Task
 
 T = TypeVar("T")
@@ -52,6 +53,14 @@ class Order:
     """Names of more environment variables to pass on."""
     sandbox: Sandbox | None = None
     """What its sandbox opens; None: it has none."""
+
+    @classmethod
+    def of(cls, spec: EnvironmentSpec) -> Order:
+        opened = Sandbox(spec.sandbox_network, spec.sandbox_read, spec.sandbox_write)
+        return cls(
+            spec.name, spec.params, spec.episode_timeout_s, memory_bytes=int(spec.worker_memory_gib * 2**30),
+            pass_env=spec.pass_env, sandbox=opened if spec.sandbox == "bwrap" else None,
+        )  # fmt: skip
 
 
 def place_of(task: Task) -> dict[str, Any]:

@@ -57,6 +57,11 @@ class WorkerEnvironment:
         return self._pool.restarts
 
     @property
+    def sandbox(self) -> str:
+        """What its sandbox opens, in a sentence; empty if it has none."""
+        return self._pool.sandbox
+
+    @property
     def report(self) -> str:
         """What loading found in the environment's data; empty if it says nothing."""
         return self._fork_server.loaded.report
@@ -225,6 +230,10 @@ class _Pool:
         self._retiring: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Task[None] | None = None
         self._reloading = asyncio.Lock()
+
+    @property
+    def sandbox(self) -> str:
+        return self._order.sandbox.text if self._order.sandbox is not None else ""
 
     async def take(self) -> _PoolWorker:
         while True:
