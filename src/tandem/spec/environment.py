@@ -143,8 +143,9 @@ def files_in(name: str, params: Mapping[str, Any]) -> list[str]:
         return []
     data = params.get("data")
     table = cast("Mapping[str, Any]", data) if isinstance(data, Mapping) else {"path": data}
-    named = [table[key] for key in _PATHS if isinstance(table.get(key), str)]
-    return [*named, *(file for reward in sorted(_reward_names(params)) if (file := _file_of(reward)) is not None)]
+    named = [str(table[key]) for key in _PATHS if isinstance(table.get(key), str)]
+    rewards = [_file_of(reward) for reward in sorted(_reward_names(params))]
+    return [*named, *(file for file in rewards if file is not None)]
 
 
 def _file_of(name: str) -> str | None:
