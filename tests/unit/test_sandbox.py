@@ -50,6 +50,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"sandbox": "docker", "workers": 1}, "sandbox"),
         ({"sandbox_network": True, "workers": 1}, r"environment\.sandbox_network = true: has no effect without"),
         ({"sandbox_read": ["data"], "workers": 1}, r"environment\.sandbox_read = \['data'\]: has no effect without"),
+        ({"sandbox_each": "worker", "workers": 1}, r"environment\.sandbox_each = 'worker': has no effect without"),
         ({"sandbox": "bwrap", "workers": 1, "sandbox_write": ["/"]}, "would open the whole machine"),
     ],
 )
@@ -146,8 +147,6 @@ def test_an_environment_in_a_sandbox_is_not_tried_in_this_process(tmp_path: Path
 
 
 def test_what_is_open_is_said_in_a_sentence():
-    assert Sandbox().text.startswith(
-        "network: none; read: nothing more; write: nothing more; a worker for each episode"
-    )
+    assert Sandbox().text.startswith("network: none; read: nothing more; write: nothing more; one for each episode")
     assert "network: that of this machine; read: /a, /b;" in Sandbox(True, ("/a", "/b")).text
     assert EnvironmentSpec(name="sort", workers=1, sandbox="bwrap").sandbox == "bwrap"

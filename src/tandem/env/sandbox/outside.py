@@ -42,6 +42,8 @@ class Sandbox:
     network: bool = False
     read: Sequence[str] = ()
     write: Sequence[str] = ()
+    for_each_episode: bool = True
+    """Whether a worker plays one episode only."""
 
     @property
     def text(self) -> str:
@@ -52,8 +54,8 @@ class Sandbox:
         )
         return (
             f"network: {'that of this machine' if self.network else 'none'}; read: {_listed(self.read)}; write: "
-            f"{_listed(self.write)}; a worker for each episode; its processes are counted by {counted}, and the memory "
-            "of all of them by the fork server; no cgroup is used"
+            f"{_listed(self.write)}; one for each {'episode' if self.for_each_episode else 'worker'}; processes are counted by {counted}, and the memory "
+            "of a worker's processes by the fork server; no cgroup is used"
         )
 
 

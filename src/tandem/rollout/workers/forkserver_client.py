@@ -56,7 +56,8 @@ class Order:
 
     @classmethod
     def of(cls, spec: EnvironmentSpec) -> Order:
-        opened = Sandbox(spec.sandbox_network, spec.sandbox_read, spec.sandbox_write)
+        each_episode = spec.sandbox_each == "episode"
+        opened = Sandbox(spec.sandbox_network, spec.sandbox_read, spec.sandbox_write, each_episode)
         return cls(
             spec.name, spec.params, spec.episode_timeout_s, memory_bytes=int(spec.worker_memory_gib * 2**30),
             pass_env=spec.pass_env, sandbox=opened if spec.sandbox == "bwrap" else None,

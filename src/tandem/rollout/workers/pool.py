@@ -218,6 +218,8 @@ def _told(reply: Reply) -> dict[str, Any]:
 class _Pool:
     def __init__(self, order: Order, fork_server: ForkServerClient, size: int) -> None:
         self._order, self.fork_server, self._size = order, fork_server, size
+        self._plays_once = order.sandbox is not None and order.sandbox.for_each_episode
+        """Whether a worker is replaced after each episode, so that it leaves nothing to the next one."""
         self.restarts: Counter[str] = Counter()
         self._most_in_a_row = 3 * size + 10
         self._died_in_a_row = self._reloads = 0
@@ -257,7 +259,7 @@ class _Pool:
         """Return a worker to the pool without waiting; a task ends the rest of its episode."""
         if not worker.playing and not worker.broken and not worker.ended.done():
             self._died_in_a_row = 0
-            if self._order.sandbox is None:
+            if not self._plays_once:
                 self._free.append(worker)
                 self._wake_next()
                 return
@@ -296,9 +298,9 @@ class _Pool:
 
     async def _give_back(self, worker: _PoolWorker) -> None:
         """Make room for the next episode, after one that left its worker able to play."""
-        if self._order.sandbox is None:
+        if not self._plays_once:
             self._free.append(worker)
-        else:  # in a sandbox an episode leaves nothing to the next one
+        else:
             worker.close()
             self._all.pop(worker.number, None)
             self.fork_server.kill(worker.number, "its episode is over")
