@@ -50,12 +50,12 @@ class Sandbox:
         """What is open, and who limits processes, in a sentence."""
         kernel = os.getuid() != 0 and resource_limits.counts_by_namespace()
         counted = (
-            "the kernel" if kernel else "the fork server, since the kernel does not limit root or is older than 5.14"
+            "the kernel" if kernel else "the fork server, since the kernel does not limit root, or before Linux 5.14"
         )
         return (
-            f"network: {'that of this machine' if self.network else 'none'}; read: {_listed(self.read)}; write: "
-            f"{_listed(self.write)}; one for each {'episode' if self.for_each_episode else 'worker'}; processes are counted by {counted}, and the memory "
-            "of a worker's processes by the fork server; no cgroup is used"
+            f"network: {'that of this machine' if self.network else 'none'}; read: {_listed(self.read)}; "
+            f"write: {_listed(self.write)}; one for each {'episode' if self.for_each_episode else 'worker'}; "
+            f"processes are counted by {counted}, and their memory together by the fork server; no cgroup is used"
         )
 
 
