@@ -84,9 +84,10 @@ def _program(machine: str, denied: Sequence[int], clone: int | None) -> list[tup
 
 
 def become_worker(tmp_bytes: int, keep: Sequence[str]) -> None:
-    """Return in a grandchild of this process, which has namespaces of its own. `keep`: paths in /tmp that it sees, too.
+    """Return in a grandchild of this process, which has namespaces of its own.
 
-    This process never returns: it ends as the grandchild ends. Call it in a process with one thread."""
+    `keep`: paths in /tmp and /dev/shm that it sees, besides what it puts there itself. This process never returns: it
+    ends as the grandchild ends. Call it in a process with one thread."""
     _make_namespaces()
     _mount_own(tmp_bytes, keep)
     if first := os.fork():

@@ -27,8 +27,11 @@ _SHARE_OF_MEMORY = 8
 _MOST_TMP_BYTES = 2**30
 _USER = "1000"  # inside; outside it is the user who started the run
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "alternatives", "ssl", "mime.types")
-_NETWORK_SETTINGS = ("resolv.conf", "hosts", "nsswitch.conf", "services", "protocols", "gai.conf", "pki")
+_SETTINGS = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "alternatives", "mime.types")
+_CERTIFICATES = ("ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust")  # and not the private keys beside
+_NETWORK_SETTINGS = ("resolv.conf", "hosts", "nsswitch.conf", "services", "protocols", "gai.conf", *_CERTIFICATES)
+_OF_A_PREFIX = ("bin", "lib", "lib32", "lib64", "libexec", "include", "share", "ssl", "pyvenv.cfg")
+"""Of an interpreter's directory, which may be a project's directory, too, with its runs in it."""
 _READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "mtrr")
 _HIDDEN_PROC = ("kcore", "kmsg", "keys", "kallsyms", "sched_debug", "timer_list", "kpagecount", "kpageflags")
 """Of /proc. If root starts the run, the kernel lets a process without any capability write and read these, too."""
@@ -96,9 +99,9 @@ def command(
 
 
 def in_tmp(sandbox: Sandbox, name: str, params: Mapping[str, Any]) -> list[str]:
-    """Return the paths that the sandbox has in /tmp: each worker's own /tmp must show them, too."""
+    """Return the paths that the sandbox has in /tmp or /dev/shm: each worker's own ones must show them, too."""
     opened = [*sorted(_code() | own_files(name, params)), *sandbox.read, *sandbox.write]
-    return [path for path in opened if path.startswith(TMP + "/")]
+    return [path for path in opened if path.startswith((f"{TMP}/", "/dev/shm/"))]
 
 
 def refusal(said: str) -> SpecError | None:
@@ -162,9 +165,12 @@ def _proc() -> list[str]:
 def _code() -> set[str]:
     """Return the interpreter, the directories of installed packages, and Tandem's own package."""
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    places = [sys.prefix, sys.base_prefix, sys.exec_prefix, *packages, str(Path(tandem.__file__).parent)]
-    found = {each for path in places if os.path.isdir(path) for each in (os.path.abspath(path), os.path.realpath(path))}
-    return {path for path in found if not f"{path}/".startswith("/usr/") and path != "/"}
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
+    prefixes |= set(map(os.path.realpath, prefixes))
+    parts = [os.path.join(prefix, part) for prefix in prefixes for part in _OF_A_PREFIX]
+    places = [*parts, *packages, str(Path(tandem.__file__).parent)]
+    found = {os.path.abspath(path) for path in places if os.path.exists(path)}
+    return {path for path in found if not path.startswith(("/usr/", "/bin", "/lib"))}
 
 
 def _bind(option: str, paths: Sequence[str]) -> list[str]:

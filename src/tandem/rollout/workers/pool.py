@@ -339,7 +339,11 @@ class _Pool:
             self._numbers += 1
             number = self._numbers
             reader, writer = await asyncio.open_connection(sock=self.fork_server.start(number))
-            worker = self._all[number] = _PoolWorker(number, reader, writer)
+            worker = _PoolWorker(number, reader, writer)
+            if not self._size:
+                worker.close()
+                raise EpisodeFailed("crashed", "environment: its workers were ended meanwhile")
+            self._all[number] = worker
         except (EnvironmentFailed, OSError) as error:
             raise EpisodeFailed("crashed", str(error)) from error
         finally:
