@@ -263,3 +263,15 @@ def test_closing_leaves_no_process_even_of_bubblewrap(able: None, mark: str):
     while left := marked(mark):
         assert time.monotonic() < until, left
         time.sleep(0.02)
+
+
+def test_a_machine_that_allows_workers_no_namespaces_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: None
+):
+    """As a machine whose AppArmor lets bubblewrap make a user namespace, and what runs in it none."""
+    real = shutil.which("bwrap")
+    (tmp_path / "bwrap").write_text(f'#!/bin/sh\nexec {real} --disable-userns "$@"\n')
+    (tmp_path / "bwrap").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(SpecError, match=r"environment\.sandbox = 'bwrap': this machine cannot make a sandbox \(.*\)"):
+        WorkerEnvironment(replace(order(), sandbox=Sandbox()), 1)
