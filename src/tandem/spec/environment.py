@@ -84,8 +84,8 @@ class EnvironmentSpec(Spec):
     """bwrap: workers run in bubblewrap, without network and with only the files that they need, read-only; a machine
     that cannot do this refuses the run (docs/sandbox.md). off: workers are processes of the same user."""
     sandbox_each: Literal["episode", "worker"] = "episode"
-    """episode: each has a sandbox of its own, and finds nothing of an earlier one; this costs a fork, some 15 ms of a
-    core. worker: the episodes of a worker share one, as they share its process."""
+    """episode: each has a sandbox of its own, and finds nothing of an earlier one; this costs some 12 ms.
+    worker: the episodes of a worker share one, as they share its process."""
     sandbox_network: bool = False
     """Whether the sandbox has the network of this machine, its loopback too."""
     sandbox_read: Annotated[tuple[str, ...], Field(strict=False), LocalPath("always")] = ()

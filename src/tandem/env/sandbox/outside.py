@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tandem
 from tandem.env import resource_limits
 from tandem.env.load import ADAPTERS
 from tandem.errors import SpecError
@@ -36,6 +35,7 @@ _READ_ONLY_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "
 _HIDDEN_PROC = ("kcore", "kmsg", "keys", "kallsyms", "sched_debug", "timer_list", "kpagecount", "kpageflags")
 """Of /proc. If root starts the run, the kernel lets a process without any capability write and read these, too."""
 _PROGRAM = "bwrap"
+_TANDEM = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _code() -> set[str]:
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix}
     prefixes |= set(map(os.path.realpath, prefixes))
     parts = [os.path.join(prefix, part) for prefix in prefixes for part in _OF_A_PREFIX]
-    places = [*parts, *packages, str(Path(tandem.__file__).parent)]
+    places = [*parts, *packages, str(_TANDEM)]
     found = {os.path.abspath(path) for path in places if os.path.exists(path)}
     return {path for path in found if not path.startswith(("/usr/", "/bin", "/lib"))}
 
