@@ -430,7 +430,8 @@ class Escaping:
                 made += 1
             except OSError:
                 break
-        time.sleep(10)  # the fork server counts meanwhile, where the kernel does not
+        if made > 256:
+            time.sleep(30)  # the fork server counts meanwhile, where the kernel does not
         return f"{made} processes" if made >= _MOST_PROCESSES else ""
 
     def _fills(self, path: str) -> str:
