@@ -30,6 +30,7 @@ _SYSTEM_CALLS = {
     "aarch64": {"keyctl": 219, "bpf": 280, "memfd_create": 279, "io_uring_setup": 425, "shmget": 194, "clone": 220},
 }
 _NEWUSER, _NEWNS, _BIND, _REMOUNT = 0x10000000, 0x20000, 4096, 32
+_NEIGHBOUR_PORT, _NEIGHBOUR_NAME = 8765, "\0tandem-test-neighbour"
 _libc = ctypes.CDLL(None, use_errno=True)
 _MOST_PROCESSES, _HELD_BYTES, _HOLDERS, _FILLED_BYTES = 600, 300 * 2**20, 6, 100 * 2**20
 
@@ -77,7 +78,15 @@ class Escaping:
             assert not path.exists(), f"another episode has left {path}"
             path.write_text(text)
         child = subprocess.Popen(["sleep", "1000"], env={"KEY": "s3cret"})
-        reply = await chat.reply()  # the attempt is made meanwhile
+        with socket.create_server(("127.0.0.1", _NEIGHBOUR_PORT)) as tcp, socket.socket(socket.AF_UNIX) as abstract:
+            abstract.bind(_NEIGHBOUR_NAME)
+            abstract.listen()
+            reply = await chat.reply()  # the attempt is made meanwhile
+            for each in (tcp, abstract):
+                each.settimeout(0)
+                with suppress(BlockingIOError):
+                    each.accept()
+                    raise AssertionError("another episode has connected")
         well = child.poll() is None and all(path.read_text() == text for path, text in kept.items())
         child.kill()
         child.wait()
@@ -316,6 +325,13 @@ class Escaping:
 
     def reads_what_a_neighbour_keeps(self) -> list[str]:
         return [path for path in ("/tmp/planted", "/dev/shm/planted") if os.path.exists(path)]
+
+    def connects_to_a_neighbour(self) -> str:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", _NEIGHBOUR_PORT), timeout=5):
+            return "connected"
+        with socket.socket(socket.AF_UNIX) as made:
+            made.connect(_NEIGHBOUR_NAME)
+            return "connected"
 
     def shares_memory(self) -> str:
         return f"memory {system_call('shmget', 0x7A11, 4096, 0o1666)}"

@@ -24,8 +24,8 @@ from typing import Any
 import escaping_environment
 import pytest
 from test_environment_faults import Engine
+from test_environment_workers import AMPLE_S, FAULTS, LIMIT_S, order, play_one, produce, setting_of, with_workers
 from test_environment_workers import mark as mark
-from test_environment_workers import order, setting_of, with_workers
 
 from tandem.env.load import load_environment
 from tandem.env.sandbox.outside import Sandbox
@@ -275,3 +275,19 @@ def test_a_machine_that_allows_workers_no_namespaces_refuses(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(SpecError, match=r"environment\.sandbox = 'bwrap': this machine cannot make a sandbox \(.*\)"):
         WorkerEnvironment(replace(order(), sandbox=Sandbox()), 1)
+
+
+@pytest.mark.parametrize(
+    "kind", ["sleeps", "exits", "faults", "leaves_a_child", "eats_memory", "floods", "says_no_json"]
+)
+def test_a_fault_in_a_sandbox_is_told_as_one_without(kind: str, able: None):
+    limit_s = LIMIT_S if FAULTS[kind] == "hung" else AMPLE_S
+    played = produce(replace(order(kind, limit_s=limit_s), sandbox=Sandbox()), groups=2, retries=1)
+    assert {each.task_id for group in played.kept for each in group} <= {"train-1", "train-3"}
+    assert played.dropped.keys() == {FAULTS[kind]}
+
+
+@pytest.mark.parametrize("each_episode", [True, False])
+def test_how_a_worker_in_a_sandbox_ended_is_told_with_its_last_words(each_episode: bool, able: None):
+    with pytest.raises(EpisodeFailed, match=r"signal 11 \(SIGSEGV\); its last output:\n  Fatal Python error"):
+        play_one(replace(order("faults"), sandbox=Sandbox(for_each_episode=each_episode)))

@@ -6,22 +6,26 @@ A worker in the sandbox is three processes, each forked by the one before:
 2. the first process of the namespaces collects orphans; when it ends, the kernel kills all that is left in them;
 3. the worker itself, which plays episodes. It has no capability and cannot make further namespaces.
 
-So a worker sees no process of another one, cannot signal it, and shares no /tmp, shared memory or queue with it.
+So a worker sees no process of another one, cannot signal it, and shares no /tmp, shared memory, queue or loopback with
+it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import signal
+import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
+_NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
+_SET_FLAGS, _IS_UP = 0x8914, 0x1  # of a network interface
 _NOSUID, _NODEV, _NOEXEC, _BIND, _REC = 2, 4, 8, 4096, 16384
 _PR_SET_DUMPABLE, _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -83,12 +87,13 @@ def _program(machine: str, denied: Sequence[int], clone: int | None) -> list[tup
     return [*program, (_RETURN, 0, 0, _ALLOW)]
 
 
-def become_worker(tmp_bytes: int, keep: Sequence[str]) -> None:
+def become_worker(tmp_bytes: int, keep: Sequence[str], network: bool) -> None:
     """Return in a grandchild of this process, which has namespaces of its own.
 
-    `keep`: paths in /tmp and /dev/shm that it sees, besides what it puts there itself. This process never returns: it
-    ends as the grandchild ends. Call it in a process with one thread."""
-    _make_namespaces()
+    `keep`: paths in /tmp and /dev/shm that it sees, besides what it puts there itself. `network`: it shares that of
+    the sandbox, and has none of its own. This process never returns: it ends as the grandchild ends. Call it in a
+    process with one thread."""
+    _make_namespaces(own_network=not network)
     _mount_own(tmp_bytes, keep)
     if first := os.fork():
         _end_like(first)
@@ -103,12 +108,12 @@ def become_worker(tmp_bytes: int, keep: Sequence[str]) -> None:
     filter_calls(worker=True)
 
 
-def why_not(tmp_bytes: int, keep: Sequence[str]) -> str:
+def why_not(tmp_bytes: int, keep: Sequence[str], network: bool) -> str:
     """Return why workers cannot have namespaces here; empty if they can. It forks, tries, and waits."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            become_worker(tmp_bytes, keep)
+            become_worker(tmp_bytes, keep, network)
         except OSError as error:
             os.write(writing, str(error).encode()[:500])
             os._exit(1)
@@ -120,12 +125,15 @@ def why_not(tmp_bytes: int, keep: Sequence[str]) -> str:
     return why or (f"a worker's namespaces ended with exit code {code}" if code else "")
 
 
-def _make_namespaces() -> None:
+def _make_namespaces(*, own_network: bool) -> None:
     user, group = os.getuid(), os.getgid()
-    _call("unshare", _NEWUSER | _NEWNS | _NEWPID | _NEWIPC)
+    _call("unshare", _NEWUSER | _NEWNS | _NEWPID | _NEWIPC | (_NEWNET if own_network else 0))
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    if own_network:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+            fcntl.ioctl(made, _SET_FLAGS, struct.pack("16sH14x", b"lo", _IS_UP))
 
 
 def _mount_own(tmp_bytes: int, keep: Sequence[str]) -> None:
@@ -150,17 +158,17 @@ def _mount_own(tmp_bytes: int, keep: Sequence[str]) -> None:
 
 def _end_like(pid: int) -> None:
     """Wait for a child, and end as it did: it says a signal as 128 and the signal's number."""
-    os.closerange(0, _open_files())
+    _close_files()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code > 128:
-        with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # it was no signal
+        if code > 128:
             signal.signal(code - 128, signal.SIG_DFL)
-        os.kill(os.getpid(), code - 128)
+            os.kill(os.getpid(), code - 128)
     os._exit(code if code >= 0 else 70)
 
 
 def _collect_until(worker: int) -> None:
-    os.closerange(0, _open_files())
+    _close_files()
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == worker:
@@ -168,8 +176,11 @@ def _collect_until(worker: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _open_files() -> int:
-    return os.sysconf("SC_OPEN_MAX")
+def _close_files() -> None:
+    """Close all files, so that the other ends see when the worker has closed its own."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            os.close(int(name))
 
 
 def _drop_capabilities() -> None:

@@ -166,7 +166,8 @@ class ForkServerClient:
         }  # fmt: skip
         if order.sandbox is not None:
             keep = outside.in_tmp(order.sandbox, order.name, order.params)
-            message["sandbox"] = {"tmp_bytes": outside.tmp_bytes(order.memory_bytes), "keep": keep}
+            size = outside.tmp_bytes(order.memory_bytes)
+            message["sandbox"] = {"tmp_bytes": size, "keep": keep, "network": order.sandbox.network}
         with suppress(OSError):  # it has ended; the next receive reports that
             json_frames.send(self.control, message)
         try:
