@@ -140,7 +140,11 @@ class ForkServer:
         os.dup2(printing, 2)
         os.close(printing)
         if self._sandbox is not None:
-            inside.become_worker(**self._sandbox)
+            try:
+                inside.become_worker(**self._sandbox)
+            except OSError as error:
+                os.write(2, f"environment.sandbox: {error}\n".encode())
+                raise
         resource_limits.limit_worker(self._memory_bytes, alone=self._sandbox is not None)
         work(socket.socket(fileno=fd), self._loaded)
 

@@ -95,13 +95,16 @@ def become_worker(tmp_bytes: int, keep: Sequence[str], network: bool) -> None:
     process with one thread."""
     _make_namespaces(own_network=not network)
     _mount_own(tmp_bytes, keep)
+    files = [int(name) for name in os.listdir("/proc/self/fd")]  # now: the next process hides this one's in /proc
     if first := os.fork():
+        _close(files)
         _end_like(first)
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # the worker must not write into this process
     with suppress(OSError):  # refused where parts of /proc are covered; private files of others are closed even then
         _call("mount", b"proc", b"/proc", b"proc", _NOSUID | _NODEV | _NOEXEC, None)
     if worker := os.fork():
+        _close(files)
         _collect_until(worker)
     _call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)
     _drop_capabilities()
@@ -158,7 +161,6 @@ def _mount_own(tmp_bytes: int, keep: Sequence[str]) -> None:
 
 def _end_like(pid: int) -> None:
     """Wait for a child, and end as it did: it says a signal as 128 and the signal's number."""
-    _close_files()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(OSError, ValueError):  # it was no signal
         if code > 128:
@@ -168,7 +170,6 @@ def _end_like(pid: int) -> None:
 
 
 def _collect_until(worker: int) -> None:
-    _close_files()
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == worker:
@@ -176,11 +177,11 @@ def _collect_until(worker: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _close_files() -> None:
-    """Close all files, so that the other ends see when the worker has closed its own."""
-    for name in os.listdir("/proc/self/fd"):
+def _close(files: Sequence[int]) -> None:
+    """Close files that the worker has, too: what reads from it must see when the worker has closed them."""
+    for number in files:
         with suppress(OSError):
-            os.close(int(name))
+            os.close(number)
 
 
 def _drop_capabilities() -> None:
