@@ -21,10 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pyright --version > /dev/null  # fetches what it runs on, where the machine has no node
 	touch $(STAMP)
 
-# The servers that tests/providers and tests/control start, from Debian or Ubuntu, as root; without them those are skipped.
+# The servers that tests/providers and tests/control start, and bubblewrap for environment.sandbox, from Debian or Ubuntu, as
+# root; without them those tests are skipped.
 install-system:
 	apt-get update -qq
-	apt-get install --yes --no-install-recommends openssh-server openssh-client procps slurm-wlm munge postgresql
+	apt-get install --yes --no-install-recommends openssh-server openssh-client procps slurm-wlm munge postgresql bubblewrap
 
 quickstart: install
 	$(BIN)/tandem train examples/quickstart.toml --set device=cpu

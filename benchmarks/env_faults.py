@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import note, table
+from tandem.env.sandbox.outside import Sandbox
 from tandem.rollout.episode import Setting
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.store import MemoryStore
@@ -110,9 +111,9 @@ class Measured:
         return self.retried.total() + self.dropped.total()
 
 
-def measure(share: float, groups: int) -> Measured:
+def measure(share: float, groups: int, sandbox: Sandbox | None = None) -> Measured:
     mark = os.environ[MARK] = uuid.uuid4().hex
-    order = Order(__file__, {"share": share}, EPISODE_TIMEOUT_S, pass_env=(MARK,))
+    order = Order(__file__, {"share": share}, EPISODE_TIMEOUT_S, pass_env=(MARK,), sandbox=sandbox)
     rate, producer, store, environment = asyncio.run(_run(order, groups))
     metrics = producer.drain_metrics()
     prefix = "episodes/retried/"

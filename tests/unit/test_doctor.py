@@ -103,6 +103,16 @@ def little_shared_memory(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda path: SimpleNamespace(free=2**20) if str(path) == "/dev/shm" else plain(path)
 
 
+def test_a_machine_without_bubblewrap_or_user_namespaces_lacks_the_sandbox(tmp_path, monkeypatch, programs):
+    programs("bwrap", "bubblewrap 0.8.0", code=1)
+    finding = found("sandbox", tmp_path)
+    assert (finding.state, "user namespaces" in finding.found) == ("lack", True)
+    programs("bwrap", "bubblewrap 0.8.0")
+    assert (found("sandbox", tmp_path).state, found("sandbox", tmp_path).found) == ("ok", "bubblewrap 0.8.0")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "apt install bubblewrap" in found("sandbox", tmp_path).next_step
+
+
 def test_a_vllm_environment_that_is_there_and_broken_is_told(tmp_path, programs):
     assert "install vllm" in found("vllm", tmp_path).next_step
     python = tmp_path / ".tandem/vllm/bin/python"

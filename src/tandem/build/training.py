@@ -44,13 +44,12 @@ def environment(spec: EnvironmentSpec) -> Environment:
     from tandem.env.load import load_environment
 
     if not spec.workers:
+        assert spec.sandbox == "off", "EnvironmentSpec refuses a sandbox without workers"
         return load_environment(spec.name, spec.params)
     from tandem.rollout.workers.forkserver_client import Order
     from tandem.rollout.workers.pool import WorkerEnvironment
 
-    memory_bytes = int(spec.worker_memory_gib * 2**30)
-    order = Order(spec.name, spec.params, spec.episode_timeout_s, memory_bytes=memory_bytes, pass_env=spec.pass_env)
-    return WorkerEnvironment(order, spec.workers)
+    return WorkerEnvironment(Order.of(spec), spec.workers)
 
 
 def its_spec(spec: RlSpec) -> EnvironmentSpec:

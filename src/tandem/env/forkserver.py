@@ -24,6 +24,7 @@ from typing import Any
 from tandem.env import resource_limits
 from tandem.env.load import load_environment
 from tandem.env.protocol_check import report_of, their_code
+from tandem.env.sandbox import inside
 from tandem.env.worker import LoadedEnvironment, work
 from tandem.env.worker_messages import MAX_TEXT
 from tandem.errors import EnvironmentFailed, TandemError
@@ -33,6 +34,8 @@ from tandem.protocols import Demonstrator
 _TICK_S = 0.25
 _TAIL_BYTES = 4096
 _READ_BYTES = 2**16
+_OURS = 2  # processes of a sandbox without workers: bubblewrap's first one, and this
+_HELPERS = 2  # processes below the one that is known here, of a worker in a sandbox: see env/sandbox/inside.py
 _PAUSE_S = 0.001  # after each read of output: limits reading to 64 MB/s, so that output cannot take a core
 
 
@@ -48,8 +51,11 @@ class _ForkedWorker:
 
 
 class ForkServer:
-    def __init__(self, control: socket.socket, loaded: LoadedEnvironment, memory_bytes: int) -> None:
-        self._control, self._loaded, self._memory_bytes = control, loaded, memory_bytes
+    def __init__(
+        self, control: socket.socket, loaded: LoadedEnvironment, memory_bytes: int, sandbox: dict[str, Any] | None
+    ) -> None:
+        """`sandbox`: the arguments of `inside.become_worker`; None: workers have no sandbox."""
+        self._control, self._loaded, self._memory_bytes, self._sandbox = control, loaded, memory_bytes, sandbox
         self._workers: dict[int, _ForkedWorker] = {}
         """By process id."""
         self._started_by_loading: set[int] = leash.children()  # processes that loading has started
@@ -133,7 +139,13 @@ class ForkServer:
         os.dup2(printing, 1)
         os.dup2(printing, 2)
         os.close(printing)
-        resource_limits.limit_worker(self._memory_bytes)
+        if self._sandbox is not None:
+            try:
+                inside.become_worker(**self._sandbox)
+            except OSError as error:
+                os.write(2, f"environment.sandbox: {error}\n".encode())
+                raise
+        resource_limits.limit_worker(self._memory_bytes, alone=self._sandbox is not None)
         work(socket.socket(fileno=fd), self._loaded)
 
     def _listen(self, worker: _ForkedWorker) -> bool:
@@ -193,6 +205,9 @@ class ForkServer:
 
     def _limit_processes(self) -> None:
         """Kill a worker that has forked too many processes."""
+        if self._sandbox is not None:
+            self._limit_sandboxes()
+            return
         if not self._workers:
             self._usual_processes = 0
             return
@@ -207,6 +222,21 @@ class ForkServer:
                     worker,
                     f"killed: it had {counts[worker.pid]} processes; at most {resource_limits.PROCESSES} are allowed",
                 )
+
+    def _limit_sandboxes(self) -> None:
+        """Kill a worker whose processes are too many, or together hold more memory than it may have alone."""
+        alone = _OURS + len(self._started_by_loading) + (1 + _HELPERS) * len(self._workers)
+        if sum(entry.isdigit() for entry in os.listdir("/proc")) <= alone:
+            return  # no worker has started a process; the kernel limits each by itself
+        most, most_bytes = resource_limits.PROCESSES, self._memory_bytes
+        for pid, held in resource_limits.held_below(self._workers.keys()).items():
+            if (count := held.processes - _HELPERS + 1) > most:
+                self._kill(self._workers[pid], f"killed: it had {count} processes; at most {most} are allowed")
+            elif count > 1 and held.resident_bytes > most_bytes:
+                used = resource_limits.proportional_bytes(held.pids)
+                if used > most_bytes:
+                    text = f"killed: its {count} processes held {used / 2**30:.1f} GiB together; "
+                    self._kill(self._workers[pid], text + f"environment.worker_memory_gib = {most_bytes / 2**30:g}")
 
     def _on_child_exit(self, *_: object) -> None:
         """Do nothing: the signal has already written to the pipe that wakes the loop."""
@@ -247,6 +277,10 @@ def main() -> None:
     leash.adopt_orphans()
     order = json.loads(json_frames.receive(control))
     sys.path[:] = order["path"]
+    sandbox: dict[str, Any] | None = order["sandbox"]
+    if sandbox is not None and (why := _close_sandbox(sandbox)):
+        json_frames.send(control, {"op": "refused", "kind": "sandbox", "text": why})
+        return
     try:
         environment = load_environment(order["name"], order["params"])
         loaded = LoadedEnvironment(environment, order["name"], order["episode_timeout_s"])
@@ -265,7 +299,16 @@ def main() -> None:
         "report": report_of(environment)[:MAX_TEXT],
     }
     json_frames.send(control, {"op": "loaded", **told})
-    ForkServer(control, loaded, order["memory_bytes"]).run()
+    ForkServer(control, loaded, order["memory_bytes"], sandbox).run()
+
+
+def _close_sandbox(sandbox: dict[str, Any]) -> str:
+    """Filter system calls before the environment's code runs. Return why workers cannot have namespaces, or nothing."""
+    try:
+        inside.filter_calls(worker=False)
+    except OSError as error:
+        return str(error)
+    return inside.why_not(**sandbox)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,11 @@ def _of_spec(path: str | Path, changes: Mapping[str, Any]) -> tuple[str, dict[st
     environment = getattr(load_spec(path), "environment", None)
     if environment is None:
         raise SpecError(f"{path}: has no [environment] to play; name a spec of recipe = 'rl', or an environment")
+    if environment.sandbox != "off":
+        raise SpecError(
+            f"environment.sandbox = '{environment.sandbox}': an environment is tried in this process, outside of it; "
+            f"if you trust it, name it instead of the spec: `tandem env try {environment.name}`"
+        )
     return environment.name, {**environment.params, **changes}
 
 

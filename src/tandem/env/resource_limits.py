@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import resource
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 FILE_BYTES = 4 * 2**30
@@ -20,12 +24,15 @@ def limit_files() -> None:
     _lower(resource.RLIMIT_CORE, 0)
 
 
-def limit_worker(memory_bytes: int) -> None:
-    """Limit a worker. `memory_bytes`: address space beyond that in use now."""
+def limit_worker(memory_bytes: int, *, alone: bool = False) -> None:
+    """Limit a worker. `memory_bytes`: address space beyond that in use now. `alone`: it has a user namespace."""
     _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
     if address_space := _address_space():
         _lower(resource.RLIMIT_AS, address_space + memory_bytes)
-    if running := _processes_of_user():
+    if alone:
+        if counts_by_namespace():
+            _lower(resource.RLIMIT_NPROC, PROCESSES)
+    elif running := _processes_of_user():
         _lower(
             resource.RLIMIT_NPROC, running + 16 * PROCESSES
         )  # counts all processes of the user, so leave room for others
@@ -64,6 +71,59 @@ def _address_space() -> int:
     with suppress(OSError, ValueError):
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a process and all its descendants hold."""
+
+    processes: int
+    resident_bytes: int
+    """Memory that belongs to no file. Pages shared by forks count for each of them, so this may be too much."""
+    pids: tuple[int, ...]
+
+
+def held_below(roots: Collection[int]) -> dict[int, Holding]:
+    """Return what each of these processes holds with its descendants, the process itself not counted."""
+    parents: dict[int, int] = {}
+    with suppress(OSError):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with suppress(OSError, ValueError, IndexError):
+                    stat = Path("/proc", entry, "stat").read_text()
+                    parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+    below: dict[int, list[int]] = {root: [] for root in roots}
+    for pid in parents:
+        above = parents[pid]
+        while above in parents and above not in below:
+            above = parents[above]
+        if above in below:
+            below[above].append(pid)
+    return {root: Holding(len(pids), sum(map(_own_bytes, pids)), tuple(pids)) for root, pids in below.items()}
+
+
+def proportional_bytes(pids: Iterable[int]) -> int:
+    """Return the memory of these processes, with each shared page divided among those that share it."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError, ValueError, IndexError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) * 1024
+    return total
+
+
+def _own_bytes(pid: int) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+        return (int(resident) - int(shared)) * resource.getpagesize()
+    return 0
+
+
+def counts_by_namespace() -> bool:
+    """Return whether the kernel counts processes for RLIMIT_NPROC in each user namespace: Linux 5.14 and later."""
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return found is not None and (int(found[1]), int(found[2])) >= (5, 14)
 
 
 def _processes_of_user() -> int:

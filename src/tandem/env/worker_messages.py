@@ -104,7 +104,7 @@ class Demonstrated(_WorkerMessage):
 
 class RefusedMessage(_WorkerMessage):
     op: Literal["refused"]
-    kind: Literal["spec", "environment"]
+    kind: Literal["spec", "environment", "sandbox"]
     text: str = Field(max_length=MAX_TEXT)
 
 

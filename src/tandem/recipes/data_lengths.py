@@ -113,7 +113,7 @@ def _environment(spec: RlSpec) -> Environment:
     """Load the environment, unless loading it would start processes or download something."""
     environment_spec = training.its_spec(spec)
     name = environment_spec.name
-    if name == PROMPTS and _is_here(environment_spec.params.get("data")):
+    if name == PROMPTS and environment_spec.sandbox == "off" and _is_here(environment_spec.params.get("data")):
         return training.environment(environment_spec.model_copy(update={"workers": 0}))
     if environment_spec.workers or name.partition(":")[0] in ADAPTERS:
         raise SpecError(f"environment.name = '{name}': is not loaded for a plan; give --prompt-tokens")

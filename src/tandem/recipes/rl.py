@@ -108,6 +108,9 @@ class RlRun:
         if self.spec.environment is not None:
             alarm_missing = "" if self.spec.environment.workers else why_not()  # workers can be killed
             self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
+            if self.spec.environment.sandbox != "off":
+                opened = getattr(self.environment, "sandbox", "")
+                self.run.note_option("environment.sandbox", self.spec.environment.sandbox, bool(opened), opened)
         for note in training.options(self.spec, self.model):
             self.run.note_option(*note)
         for text in self.model.renderer.mended:

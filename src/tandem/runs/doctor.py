@@ -59,7 +59,7 @@ def diagnose(directory: str | Path = ".") -> Health:
     place = Path(directory)
     looks: list[Callable[[], list[DoctorFinding]]] = [
         _python, _packages, _torch, _gpus, lambda: _memory(*ram_gib()), lambda: _disk(place), _shared_memory,
-        lambda: _vllm(place), _loopback, _open_files, _clock, _extras,
+        lambda: _vllm(place), _sandbox, _loopback, _open_files, _clock, _extras,
     ]  # fmt: skip
     return Health([finding for look in looks for finding in look()])
 
@@ -159,6 +159,16 @@ def _vllm(directory: Path) -> list[DoctorFinding]:
             "vllm", bool(told), f"vLLM {told}" if told else "its environment is broken", "`tandem engine install vllm`"
         )
     ]
+
+
+def _sandbox() -> list[DoctorFinding]:
+    """Make an empty sandbox, and another namespace in it, as every worker has one."""
+    if shutil.which("bwrap") is None:
+        return [DoctorFinding("sandbox", "lack", "not installed", "for environment.sandbox: apt install bubblewrap")]
+    box = ["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"]
+    able = _ask([*box, "unshare", "--user", "--mount", "--pid", "--fork", "true"], 30) is not None
+    found = f"{_ask(['bwrap', '--version'], 30)}{'' if able else ', but this machine allows no user namespaces'}"
+    return [_state("sandbox", able, found, "for environment.sandbox: allow user namespaces, or use another machine")]
 
 
 def _loopback() -> list[DoctorFinding]:

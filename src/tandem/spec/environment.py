@@ -80,8 +80,39 @@ class EnvironmentSpec(Spec):
     """GiB of address space for each worker, on top of what loading the environment took."""
     pass_env: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Environment variables to pass to workers, besides the harmless ones (PATH, HOME, HF_HOME, ...)."""
+    sandbox: Literal["off", "bwrap"] = "off"
+    """bwrap: workers run in bubblewrap, without network and with only the files that they need, read-only; a machine
+    that cannot do this refuses the run (docs/sandbox.md). off: workers are processes of the same user."""
+    sandbox_each: Literal["episode", "worker"] = "episode"
+    """episode: each has a sandbox of its own, and finds nothing of an earlier one; this costs some 12 ms.
+    worker: the episodes of a worker share one, as they share its process."""
+    sandbox_network: bool = False
+    """Whether the sandbox has the network of this machine, its loopback too."""
+    sandbox_read: Annotated[tuple[str, ...], Field(strict=False), LocalPath("always")] = ()
+    """Files and directories that the sandbox may read, besides the interpreter, packages and the environment's own."""
+    sandbox_write: Annotated[tuple[str, ...], Field(strict=False), LocalPath("always")] = ()
+    """Files and directories that the sandbox may read and write; all workers share them."""
     judge: JudgeSpec = NoJudge()
     """The model that `chat.judge(messages)` asks."""
+
+    @model_validator(mode="after")
+    def _sandbox_can_be(self) -> Self:
+        if self.sandbox == "off":
+            for name in ("sandbox_each", "sandbox_network", "sandbox_read", "sandbox_write"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"environment.{name} = {_shown(value)}: has no effect without a sandbox; set "
+                        "environment.sandbox = 'bwrap', or leave it out"
+                    )
+        elif not self.workers:
+            raise ValueError(
+                "environment.sandbox = 'bwrap': needs worker processes, and environment.workers = 0 plays in the run's "
+                "own process; set environment.workers, for example to train.groups_per_step * train.group_size"
+            )
+        for name in ("sandbox_read", "sandbox_write"):
+            if any(PurePath(path) == PurePath("/") for path in getattr(self, name)):
+                raise ValueError(f"environment.{name} = ['/']: would open the whole machine; name what is needed")
+        return self
 
     @model_validator(mode="after")
     def _has_its_reward_model(self) -> Self:
@@ -98,6 +129,35 @@ class EnvironmentSpec(Spec):
     def beside(self, directory: Path) -> Self:
         """Return a copy in which the files that `prompts` names have absolute paths, if they are in `directory`."""
         return self.changed({"params": _params_beside(self.name, self.params, directory)})
+
+
+def _shown(value: object) -> str:
+    """Return a setting as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(cast("tuple[str, ...]", value))) if isinstance(value, tuple) else repr(value)
+
+
+def files_in(name: str, params: Mapping[str, Any]) -> list[str]:
+    """Return the files of an environment that its spec names: its own, and of `prompts` data and reward functions."""
+    if name == MIX:
+        parts = cast("Sequence[Mapping[str, Any]]", params.get("parts", ()))
+        return [file for part in parts for file in files_in(part["name"], part.get("params") or {})]
+    if (own := _file_of(name)) is not None:
+        return [own]
+    if name != PROMPTS:
+        return []
+    data = params.get("data")
+    table = cast("Mapping[str, Any]", data) if isinstance(data, Mapping) else {"path": data}
+    named = [str(table[key]) for key in _PATHS if isinstance(table.get(key), str)]
+    rewards = [_file_of(reward) for reward in sorted(_reward_names(params))]
+    return [*named, *(file for file in rewards if file is not None)]
+
+
+def _file_of(name: str) -> str | None:
+    """Return the file of `file.py` or `file.py:name`; None of other names."""
+    file = name if name.endswith(".py") else name.rpartition(":")[0]
+    return file if file.endswith(".py") else None
 
 
 def _reward_names(params: Mapping[str, Any]) -> set[str]:

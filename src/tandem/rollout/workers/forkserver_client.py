@@ -19,9 +19,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tandem.env.expected import Expected
+from tandem.env.sandbox import outside
+from tandem.env.sandbox.outside import Sandbox
 from tandem.env.worker_messages import FROM_LOADER, Demonstrated, LoadedMessage, RefusedMessage, Tasks
 from tandem.errors import EnvironmentFailed, SpecError
 from tandem.io import json_frames, leash
+from tandem.spec.environment import EnvironmentSpec
 from tandem.types import Message, Task
 
 T = TypeVar("T")
@@ -48,6 +51,17 @@ class Order:
     memory_bytes: int = 8 * 2**30
     pass_env: Sequence[str] = ()
     """Names of more environment variables to pass on."""
+    sandbox: Sandbox | None = None
+    """What its sandbox opens; None: it has none."""
+
+    @classmethod
+    def of(cls, spec: EnvironmentSpec) -> Order:
+        each_episode = spec.sandbox_each == "episode"
+        opened = Sandbox(spec.sandbox_network, spec.sandbox_read, spec.sandbox_write, each_episode)
+        return cls(
+            spec.name, spec.params, spec.episode_timeout_s, memory_bytes=int(spec.worker_memory_gib * 2**30),
+            pass_env=spec.pass_env, sandbox=opened if spec.sandbox == "bwrap" else None,
+        )  # fmt: skip
 
 
 def place_of(task: Task) -> dict[str, Any]:
@@ -60,10 +74,12 @@ class ForkServerClient:
 
     def __init__(self, order: Order) -> None:
         self._order = order
+        program = [sys.executable, "-P", "-m", "tandem.env.forkserver"]
+        if order.sandbox is not None:
+            program = outside.command(order.sandbox, order.name, order.params, order.memory_bytes, program)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self.control, child_end = socket.socketpair()
         owner, self._owner_pipe = os.pipe()
-        program = [sys.executable, "-P", "-m", "tandem.env.forkserver"]
         passed = {*PASSED, *order.pass_env}
         try:
             self._leash = subprocess.Popen(
@@ -144,11 +160,22 @@ class ForkServerClient:
     def _load(self) -> LoadedMessage:
         self.control.settimeout(self._order.load_timeout_s)
         order = self._order
-        json_frames.send(self.control, {
+        message = {
             "name": order.name, "params": dict(order.params), "path": [path or os.getcwd() for path in sys.path],
-            "episode_timeout_s": order.episode_timeout_s, "memory_bytes": order.memory_bytes,
-        })  # fmt: skip
-        return self._receive(self.control, LoadedMessage, "loading it")
+            "episode_timeout_s": order.episode_timeout_s, "memory_bytes": order.memory_bytes, "sandbox": None,
+        }  # fmt: skip
+        if order.sandbox is not None:
+            keep = outside.in_tmp(order.sandbox, order.name, order.params)
+            size = outside.tmp_bytes(order.memory_bytes)
+            message["sandbox"] = {"tmp_bytes": size, "keep": keep, "network": order.sandbox.network}
+        with suppress(OSError):  # it has ended; the next receive reports that
+            json_frames.send(self.control, message)
+        try:
+            return self._receive(self.control, LoadedMessage, "loading it")
+        except EnvironmentFailed as error:
+            if order.sandbox is not None and (refused := outside.refusal(self._last_output())):
+                raise refused from error
+            raise
 
     def _ask_worker(self, question: Mapping[str, Any]) -> socket.socket:
         if self._task_worker is None:
@@ -172,6 +199,8 @@ class ForkServerClient:
         except ValidationError as error:
             raise self._wrong(f"{doing}: {error.errors()[0]['msg']}") from error
         if isinstance(message, RefusedMessage):
+            if message.kind == "sandbox":
+                raise outside.cannot(message.text)
             raise SpecError(message.text) if message.kind == "spec" else EnvironmentFailed(message.text)
         if not isinstance(message, wanted):
             raise self._wrong(f"{doing} was answered by '{message.op}'")
@@ -191,6 +220,8 @@ class ForkServerClient:
             if code > 128
             else (f"its process ended with exit code {code}")
         )
+        return "\n  ".join([how, *self._last_output().strip().splitlines()[-8:]])
+
+    def _last_output(self) -> str:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        last = self._log.read().decode("utf-8", "replace").strip().splitlines()[-8:]
-        return "\n  ".join([how, *last])
+        return self._log.read().decode("utf-8", "replace")

@@ -57,6 +57,11 @@ class WorkerEnvironment:
         return self._pool.restarts
 
     @property
+    def sandbox(self) -> str:
+        """What its sandbox opens, in a sentence; empty if it has none."""
+        return self._pool.sandbox
+
+    @property
     def report(self) -> str:
         """What loading found in the environment's data; empty if it says nothing."""
         return self._fork_server.loaded.report
@@ -213,6 +218,8 @@ def _told(reply: Reply) -> dict[str, Any]:
 class _Pool:
     def __init__(self, order: Order, fork_server: ForkServerClient, size: int) -> None:
         self._order, self.fork_server, self._size = order, fork_server, size
+        self._plays_once = order.sandbox is not None and order.sandbox.for_each_episode
+        """Whether a worker is replaced after each episode, so that it leaves nothing to the next one."""
         self.restarts: Counter[str] = Counter()
         self._most_in_a_row = 3 * size + 10
         self._died_in_a_row = self._reloads = 0
@@ -225,6 +232,10 @@ class _Pool:
         self._retiring: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Task[None] | None = None
         self._reloading = asyncio.Lock()
+
+    @property
+    def sandbox(self) -> str:
+        return self._order.sandbox.text if self._order.sandbox is not None else ""
 
     async def take(self) -> _PoolWorker:
         while True:
@@ -248,10 +259,14 @@ class _Pool:
         """Return a worker to the pool without waiting; a task ends the rest of its episode."""
         if not worker.playing and not worker.broken and not worker.ended.done():
             self._died_in_a_row = 0
-            self._free.append(worker)
-            self._wake_next()
-            return
-        retiring = asyncio.ensure_future(self._retire(worker))
+            if not self._plays_once:
+                self._free.append(worker)
+                self._wake_next()
+                return
+            ending = self._give_back(worker)
+        else:
+            ending = self._retire(worker)
+        retiring = asyncio.ensure_future(ending)
         self._retiring.add(retiring)
         retiring.add_done_callback(self._retiring.discard)
 
@@ -272,8 +287,7 @@ class _Pool:
             except (TimeoutError, ValidationError, json_frames.BadFrame, ConnectionError):
                 why = "crashed" if worker.ended.done() else "hung"
         if not why and not worker.ended.done():
-            self._free.append(worker)
-            self._wake_next()
+            await self._give_back(worker)
             return
         if not worker.ended.done():
             self.fork_server.kill(worker.number, f"killed: {why}")
@@ -281,6 +295,19 @@ class _Pool:
                 async with asyncio.timeout(_EXIT_REPORT_S):  # so that its memory is free before a new worker starts
                     await asyncio.shield(worker.ended)
         self._discard(worker, why or "crashed")
+
+    async def _give_back(self, worker: _PoolWorker) -> None:
+        """Make room for the next episode, after one that left its worker able to play."""
+        if not self._plays_once:
+            self._free.append(worker)
+        else:
+            worker.close()
+            self._all.pop(worker.number, None)
+            self.fork_server.kill(worker.number, "its episode is over")
+            if self._size:
+                with contextlib.suppress(EpisodeFailed):  # the next episode tries again, and reports it
+                    self._free.append(await self._start())
+        self._wake_next()
 
     def _discard(self, worker: _PoolWorker, why: str) -> None:
         worker.close()
@@ -312,7 +339,11 @@ class _Pool:
             self._numbers += 1
             number = self._numbers
             reader, writer = await asyncio.open_connection(sock=self.fork_server.start(number))
-            worker = self._all[number] = _PoolWorker(number, reader, writer)
+            worker = _PoolWorker(number, reader, writer)
+            if not self._size:
+                worker.close()
+                raise EpisodeFailed("crashed", "environment: its workers were ended meanwhile")
+            self._all[number] = worker
         except (EnvironmentFailed, OSError) as error:
             raise EpisodeFailed("crashed", str(error)) from error
         finally:
