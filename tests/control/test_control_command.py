@@ -192,3 +192,20 @@ def test_a_backup_of_a_running_server_is_restored_and_a_damaged_one_is_refused(c
     database.write_bytes(database.read_bytes()[:9000] + b"\xff" * 40_000)
     control.run("control", "restore", "copy", "--data-dir", "elsewhere", code=1)
     assert not (control.home / "elsewhere").exists()
+
+
+def test_a_submit_from_the_light_install_shows_the_servers_estimate(control: Control):
+    """As it is there: what the planner imports is missing."""
+    code = (
+        "import sys\n"
+        "for missing in ('torch', 'numpy', 'transformers'): sys.modules[missing] = None\n"
+        f"sys.argv = ['tandem', 'submit', {str(QUICKSTART)!r}, '--target', 'here', '--detach']\n"
+        "from tandem.cli.main import main; main()"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=control.home, env=control.env, input="n\n", capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert "The server's estimate for cpu, with usual lengths" in told.stdout, told
+    assert "USD" in told.stdout
+    assert control.jobs() == []

@@ -16,7 +16,7 @@ from tandem.runs.named_runs import is_run_id, look_remote, mirror_of
 
 if TYPE_CHECKING:
     from tandem.client import RemoteRun, Tandem
-    from tandem.shapes.plans import Estimate
+    from tandem.shapes.runs import OfferInfo
 
 RunOrDir = Annotated[
     str, typer.Argument(metavar="RUN", help="A run directory, or the id of a run on a control server.")
@@ -187,48 +187,60 @@ def _leave(state: str) -> None:
 
 def _show_plan(server: Tandem, spec: Any, target: str, max_cost: float) -> None:
     """Print where the run would go, and what it is likely to take there."""
-    prompt_tokens, row_tokens = _measured_tokens(spec)
-    found = server.plan(spec.as_written(), target=target, prompt_tokens=prompt_tokens, row_tokens=row_tokens)
+    from tandem.errors import SpecError
+
+    there = {each.name: each for each in server.targets()}
+    if target not in there:
+        raise SpecError(f"--target {target}: the server has {', '.join(sorted(there)) or 'none'}")
+    found = there[target]
     if found.error:
         typer.echo(f"{target} ({found.kind}) does not answer now: {found.error}")
-    for each in found.estimates:
-        if (offer := each.offer) is not None:
-            cards = f"{offer.gpus} x {offer.gpu or 'GPU'}" if offer.gpus else f"{offer.cpus} CPUs"
-            state = "now" if offer.now else f"{'later' if offer.fits else 'never'}: {offer.why_not}"
-            typer.echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
-            typer.echo(_estimate(each))
-    if found.local_files:
-        files = ", ".join(found.local_files)
-        typer.echo(f"The spec names files of this machine; {target} must have them there, too: {files}")
+    for offer in found.offers:
+        cards = f"{offer.gpus} x {offer.gpu or 'GPU'}" if offer.gpus else f"{offer.cpus} CPUs"
+        state = "now" if offer.now else f"{'later' if offer.fits else 'never'}: {offer.why_not}"
+        typer.echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
+        typer.echo(_estimate(spec, offer) or _estimate_by(server, spec, target, offer))
+    if found.kind != "local" and (files := sorted(set(spec.local_files()))):
+        typer.echo(f"The spec names files of this machine; {target} must have them there, too: {', '.join(files)}")
     typer.echo(f"It is stopped before it costs more than {max_cost:g} USD." if max_cost else "It has no cost limit.")
 
 
-def _measured_tokens(spec: Any) -> tuple[int, int]:
-    """Return the tokens of the longest prompt and row of this machine's data; what a plan takes where there are none,
-    or where what measures them is not installed."""
+def _estimate(spec: Any, offer: OfferInfo) -> str:
+    """Return the planner's estimate for an offer in a line; why there is none, where the planner cannot say. Empty in
+    the light install, which has no planner."""
     from tandem.errors import TandemError
-    from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS
+    from tandem.recipes.plan_run import plan_run
+    from tandem.runs.planner.calibration import card_within, known
+
+    gpu = card_within(offer.gpu) if offer.gpus else "cpu"
+    if not gpu:
+        return f"No estimate for '{offer.gpu}': the planner knows {', '.join(known())}"
+    try:
+        planned: dict[str, Any] = plan_run(spec, gpu=gpu).as_json()
+    except ModuleNotFoundError:
+        return ""
+    except TandemError as error:
+        return f"No estimate: {error}"
+    seconds, fits = float(planned["times"]["steps_s"]), "" if planned["fits"] else "; it does not fit"
+    usd = seconds / 3600 * offer.usd_per_hour
+    return f"Estimate for {gpu}: {planned['peak_gib']:.1f} GiB{fits}, {seconds:,.0f} s of steps, {usd:.2f} USD"
+
+
+def _estimate_by(server: Tandem, spec: Any, target: str, offer: OfferInfo) -> str:
+    """Return the server's estimate for an offer in a line."""
+    from tandem.errors import TandemError
 
     try:
-        from tandem.recipes.data_lengths import read_lengths
-
-        lengths = read_lengths(spec)
-    except (TandemError, ModuleNotFoundError):
-        return PROMPT_TOKENS, ROW_TOKENS
-    rows = [each for group in lengths.groups for each in group.lengths]
+        planned = server.plan(spec.as_written(), target=target)
+    except TandemError as error:
+        return f"No estimate: {error}"
+    found = next((each for each in planned.estimates if each.offer == offer), None)
+    if found is None or found.why_not:
+        return f"No estimate: {found.why_not if found is not None else 'the offer is gone'}"
+    fits = "" if found.fits else "; it does not fit"
     return (
-        max(1, *lengths.prompts) if lengths.prompts else PROMPT_TOKENS,
-        max(1, *rows) if rows else ROW_TOKENS,
-    )
-
-
-def _estimate(each: Estimate) -> str:
-    if each.why_not:
-        return f"No estimate by the server: {each.why_not}; `tandem plan` plans on this machine"
-    fits = "" if each.fits else "; it does not fit"
-    return (
-        f"Estimate for {each.gpu}: {each.memory_gib:.1f} GiB{fits}, {each.seconds:,.0f} s of steps, "
-        f"{each.cost_usd:.2f} USD"
+        f"The server's estimate for {found.gpu}, with usual lengths of prompts and rows: {found.memory_gib:.1f} GiB"
+        f"{fits}, {found.seconds:,.0f} s of steps, {found.cost_usd:.2f} USD"
     )
 
 
