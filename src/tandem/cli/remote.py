@@ -209,9 +209,12 @@ def _estimate(spec: Any, offer: OfferInfo) -> str:
     """Return the planner's estimate for an offer in a line; why there is none, where the planner cannot say. Empty in
     the light install, which has no planner."""
     from tandem.errors import TandemError
-    from tandem.recipes.plan_run import plan_run
-    from tandem.runs.planner.calibration import card_within, known
 
+    try:
+        from tandem.recipes.plan_run import plan_run
+        from tandem.runs.planner.calibration import card_within, known
+    except ModuleNotFoundError:
+        return ""
     gpu = card_within(offer.gpu) if offer.gpus else "cpu"
     if not gpu:
         return f"No estimate for '{offer.gpu}': the planner knows {', '.join(known())}"
