@@ -58,7 +58,7 @@ def test_every_write_is_in_the_log_once(plane: Served):
            "/api/secrets/{id}/delete": secret}  # fmt: skip
     assert {path for path, _ in (*of_attempt, *of_keys)} == {
         path for path, each in document["paths"].items() if "post" in each
-    }
+    } - {"/api/plans"}  # it writes nothing
     for path, body in (*of_attempt, *of_keys):
         before = len(rows(plane))
         filled, caller = path.replace("{id}", ids.get(path, attempt)), token if "attempts" in path else TOKEN

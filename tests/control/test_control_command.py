@@ -112,8 +112,8 @@ def test_a_run_is_submitted_watched_left_and_pulled_byte_by_byte(control: Contro
     words = ("submit", str(QUICKSTART), "--target", "here", "--max-cost", "5", "--name", "rows-8", "--yes")
     follower = subprocess.Popen(
         control.command(*words), env=control.env, cwd=control.home, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
+        text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip  # a suite in the background ignores Ctrl-C, and its children with it
     assert follower.stdout
     told = ""
     while "rl step" not in told:

@@ -19,7 +19,7 @@ from tandem.control.decide import (
     Launch,
     Move,
     Note,
-    Open,
+    OpenAttempt,
     Rest,
     RunView,
     Step,
@@ -53,10 +53,10 @@ def ended(state: str, *, retriable: bool = False) -> AttemptView:
 
 
 CASES: dict[str, tuple[RunView, AttemptView | None, Sequence[Sight] | None, Step]] = {
-    "a queued run opens its attempt before the provider is asked": (QUEUED, None, None, Open(1)),
+    "a queued run opens its attempt before the provider is asked": (QUEUED, None, None, OpenAttempt(1)),
     "a run that waits rests until its time": (replace(QUEUED, state="waiting", wait_until=NOW + 1), CLOSED, [], Rest()),
     "a run that has waited opens the next attempt": (
-        replace(QUEUED, state="waiting", wait_until=NOW, attempt_n=1), CLOSED, [], Open(2),
+        replace(QUEUED, state="waiting", wait_until=NOW, attempt_n=1), CLOSED, [], OpenAttempt(2),
     ),
     "a queued run that is cancelled ends": (asked(QUEUED, "cancel"), None, None, Move("cancelled")),
     "a waiting run that has spent what it may stops": (

@@ -1,4 +1,4 @@
-"""An engine in a process of its own is killed, stopped and started anew, and its trainer gets on."""
+"""An engine in a process of its own is killed, stopped and restarted, and its trainer gets on."""
 
 from __future__ import annotations
 
@@ -213,9 +213,7 @@ def test_engines_that_were_stopped_are_lost_within_10_s_and_only_our_own_is_repl
     assert standing.poll() is None, "it was closed, and it is not ours"
 
 
-def test_a_foreign_engine_that_was_started_anew_is_another_one(
-    tmp_path: Path, standing: subprocess.Popen[bytes]
-) -> None:
+def test_a_foreign_engine_that_was_restarted_is_another_one(tmp_path: Path, standing: subprocess.Popen[bytes]) -> None:
     async def work() -> None:
         first = place(tmp_path, patience_s=60)
         port = first.url.rpartition(":")[2]

@@ -20,7 +20,7 @@ from tandem.build import online
 from tandem.engine.restartable import RestartableEngine
 from tandem.errors import Conflict, EngineError, EngineLost, LogprobGap, SyncError
 from tandem.io.request_key import RequestKey
-from tandem.online.job_store import ENDED, Job, JobStore
+from tandem.online.job_store import ENDED, JobStore, LearningJob
 from tandem.online.messages import Publish, Sequence1, Teaching
 from tandem.online.orchestrator import Orchestrator
 from tandem.online.regression_watch import Regression
@@ -93,7 +93,7 @@ class Played:
         self.orchestrator.wake()
         return told["id"]
 
-    async def until(self, id: str, *states: str) -> Job:
+    async def until(self, id: str, *states: str) -> LearningJob:
         async with asyncio.timeout(60):
             while (job := self.store.job(id)).state not in states:
                 await asyncio.sleep(0.01)
@@ -323,7 +323,7 @@ async def a_job_is_cancelled_when_its_version_is_written(played: Played, monkeyp
     """Cancel between the trainer's last check and the commit; the next job trains on from the same parent."""
     active, before, commit = played.store.active, await played.engine.fingerprints(), played.store.commit
 
-    async def called_off(job: Job, *what: Any) -> bool:
+    async def called_off(job: LearningJob, *what: Any) -> bool:
         assert (await played.store.cancel(job.id, "me")) == "running"
         return await commit(job, *what)
 
@@ -367,7 +367,7 @@ async def a_job_that_is_just_starting_is_interrupted_as_well(played: Played, mon
     begin, requests = played.store.begin, list[asyncio.Task[Any]]()
     assert (await played.until(await played.teach(), *ENDED)).state == "published"
 
-    async def begun(id: str) -> Job:
+    async def begun(id: str) -> LearningJob:
         if not requests:
             requests.append(asyncio.create_task(played.orchestrator.activate(0, "me")))
             await asyncio.sleep(0.05)

@@ -11,7 +11,7 @@ from tandem.online.trainer_supervisor import TrainerProcess
 SAYS = (sys.executable, "-c", "import sys; print('words'); sys.exit(3)")
 
 
-def test_a_log_is_gone_on_with_and_a_large_one_is_begun_anew(tmp_path: Path):
+def test_a_log_is_gone_on_with_and_a_large_one_is_begun_again(tmp_path: Path):
     log = tmp_path / "trainer.log"
     for _ in range(2):
         ended(log)

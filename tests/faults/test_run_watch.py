@@ -110,7 +110,7 @@ def test_a_run_that_is_to_be_started_again_has_not_ended(home: Path):
     (home / "status.json").write_text('{"state": "failed"}')
     (home / "supervisor.json").write_text(json.dumps({"process": identity()}))
     assert look(home)["supervised"]
-    (home / "supervisor.json").write_text(json.dumps({"process": f"{os.getpid()}:1"}))  # a number given anew
+    (home / "supervisor.json").write_text(json.dumps({"process": f"{os.getpid()}:1"}))  # a number that was given again
     assert not look(home)["supervised"]
 
 

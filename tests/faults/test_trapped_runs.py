@@ -77,7 +77,7 @@ def standing(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_an_engine_that_was_started_anew_answers_nothing_with_its_start_weights(
+def test_an_engine_that_was_restarted_answers_nothing_with_its_start_weights(
     retries: int, standing: Any, tmp_path: Path
 ) -> None:
     rig = Rig("disk", tmp_path, engine=standing.client(), retries=retries)

@@ -250,7 +250,7 @@ class Rig:
         assert answer.logprobs == pytest.approx(logprobs(self.proven, answer.ids), abs=1e-5)
 
     async def recovers(self) -> None:
-        """The fault is gone, and the next attempt goes well: neither end has to be started anew."""
+        """The fault is gone, and the next attempt goes well: neither end has to be restarted."""
         assert (await self.publish()).version == self.trainer.version
         await self.serves_the_proven_one()
 

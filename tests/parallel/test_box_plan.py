@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tandem.bridge.collective.plan import Plan, chosen_owners, make_plan
-from tandem.bridge.common.places import Place, TensorSize, check_held, check_served, overlaps
+from tandem.bridge.collective.plan import SendPlan, chosen_owners, make_plan
+from tandem.bridge.common.places import TensorPlace, TensorSize, check_held, check_served, overlaps
 from tandem.errors import SyncError
 from tandem.ops.parts import Box, box_of_rank, rows_and_cols
 
@@ -22,31 +22,31 @@ Sizes = dict[str, TensorSize]
 @dataclass
 class Case:
     sizes: Sizes
-    held: list[list[Place]]
-    served: list[list[Place]]
+    held: list[list[TensorPlace]]
+    served: list[list[TensorPlace]]
     bucket_bytes: int
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> SendPlan:
         return make_plan(self.sizes, self.held, self.served, self.bucket_bytes)
 
 
-def rows_of_ranks(sizes: Sizes, num_ranks: int) -> list[list[Place]]:
+def rows_of_ranks(sizes: Sizes, num_ranks: int) -> list[list[TensorPlace]]:
     """As FSDP2 cuts. Scalars and some buffers are whole on rank 0 alone."""
-    held: list[list[Place]] = [[] for _ in range(num_ranks)]
+    held: list[list[TensorPlace]] = [[] for _ in range(num_ranks)]
     for name, size in sizes.items():
         if name.startswith("buffer") or not size.shape:
-            held[0].append(Place(name, size.whole))
+            held[0].append(TensorPlace(name, size.whole))
             continue
         for rank in range(num_ranks):
             if (box := box_of_rank(size.shape, rank, num_ranks)).num_elements:
-                held[rank].append(Place(name, box))
+                held[rank].append(TensorPlace(name, box))
     return held
 
 
-def shards_of_workers(sizes: Sizes, num_workers: int) -> list[list[Place]]:
+def shards_of_workers(sizes: Sizes, num_workers: int) -> list[list[TensorPlace]]:
     """As vLLM cuts: some tensors by rows, some by columns; vectors are whole on every worker."""
-    served: list[list[Place]] = [[] for _ in range(num_workers)]
+    served: list[list[TensorPlace]] = [[] for _ in range(num_workers)]
     for name, size in sizes.items():
         rows, cols = rows_and_cols(size.shape)
         for worker, places in enumerate(served):
@@ -56,7 +56,7 @@ def shards_of_workers(sizes: Sizes, num_workers: int) -> list[list[Place]]:
                 box = Box(0, rows, worker * cols // num_workers, (worker + 1) * cols // num_workers)
             else:
                 box = Box(worker * rows // num_workers, (worker + 1) * rows // num_workers, 0, cols)
-            places.append(Place(name, box))
+            places.append(TensorPlace(name, box))
     return served
 
 
@@ -70,13 +70,13 @@ def drawn(seed: int) -> Case:
     if random_.random() < 0.2:
         sizes["empty"] = TensorSize((0, 4), 4)
     num_ranks, engines = random_.choice((1, 2, 3, 4, 8)), random_.randrange(1, 4)
-    served: list[list[Place]] = []
+    served: list[list[TensorPlace]] = []
     for _ in range(engines):
         served += shards_of_workers(sizes, random_.choice((1, 2, 4)))
     return Case(sizes, rows_of_ranks(sizes, num_ranks), served, random_.choice((8, 64, 1000, 10**6)))
 
 
-def elements(place: Place) -> list[tuple[str, int, int]]:
+def elements(place: TensorPlace) -> list[tuple[str, int, int]]:
     top, bottom, left, right = place.box
     return [(place.name, row, col) for row in range(top, bottom) for col in range(left, right)]
 
@@ -150,7 +150,7 @@ def test_all_ranks_send_in_every_round_also_of_one_large_tensor() -> None:
 
 def test_what_several_ranks_hold_is_sent_by_one_and_the_ranks_take_turns() -> None:
     sizes = {f"norm {number}": TensorSize((8,), 4) for number in range(12)}
-    held = [[Place(name, size.whole) for name, size in sizes.items()] for _ in range(4)]
+    held = [[TensorPlace(name, size.whole) for name, size in sizes.items()] for _ in range(4)]
     check_held(sizes, held, 4)
     assert Counter(rank for _, rank in chosen_owners(sizes, held)) == {0: 3, 1: 3, 2: 3, 3: 3}
 
@@ -160,27 +160,27 @@ def test_the_plan_is_the_same_wherever_it_is_made() -> None:
 
 
 def test_overlaps_are_told_in_the_order_of_both_lists() -> None:
-    held = [Place("a", Box(0, 4, 0, 8)), Place("b", Box(0, 2, 0, 1))]
-    served = [Place("b", Box(0, 9, 0, 1)), Place("a", Box(2, 8, 0, 4)), Place("a", Box(0, 2, 4, 8))]
+    held = [TensorPlace("a", Box(0, 4, 0, 8)), TensorPlace("b", Box(0, 2, 0, 1))]
+    served = [TensorPlace("b", Box(0, 9, 0, 1)), TensorPlace("a", Box(2, 8, 0, 4)), TensorPlace("a", Box(0, 2, 4, 8))]
     assert list(overlaps(held, served)) == [
-        (0, 1, Place("a", Box(2, 4, 0, 4))),
-        (0, 2, Place("a", Box(0, 2, 4, 8))),
-        (1, 0, Place("b", Box(0, 2, 0, 1))),
+        (0, 1, TensorPlace("a", Box(2, 4, 0, 4))),
+        (0, 2, TensorPlace("a", Box(0, 2, 4, 8))),
+        (1, 0, TensorPlace("b", Box(0, 2, 0, 1))),
     ]
 
 
 # --- what is refused
 
 
-def two_ranks() -> tuple[Sizes, list[list[Place]]]:
+def two_ranks() -> tuple[Sizes, list[list[TensorPlace]]]:
     sizes = {"x": TensorSize((8, 4), 2), "y": TensorSize((3,), 2)}
     return sizes, rows_of_ranks(sizes, 2)
 
 
-def held_with(rank: int, *boxes: Box) -> tuple[Sizes, list[list[Place]]]:
+def held_with(rank: int, *boxes: Box) -> tuple[Sizes, list[list[TensorPlace]]]:
     """`x` of that rank is these boxes."""
     sizes, held = two_ranks()
-    held[rank] = [*(Place("x", box) for box in boxes), *(place for place in held[rank] if place.name != "x")]
+    held[rank] = [*(TensorPlace("x", box) for box in boxes), *(place for place in held[rank] if place.name != "x")]
     return sizes, held
 
 
@@ -210,7 +210,7 @@ def test_ranks_that_do_not_hold_every_element_once_are_refused_by_name(fault: st
 
 def test_a_name_that_no_engine_serves_is_refused() -> None:
     sizes, held = two_ranks()
-    held[1].append(Place("z", Box(0, 1, 0, 1)))
+    held[1].append(TensorPlace("z", Box(0, 1, 0, 1)))
     with pytest.raises(SyncError, match="rank 1 names 'z', which is not served"):
         check_held(sizes, held, 2)
 
@@ -231,15 +231,15 @@ def test_workers_that_do_not_serve_every_element_are_refused_by_name(fault: str)
     box, says = SERVED[fault]
     sizes = {"x": TensorSize((8, 4), 2)}
     with pytest.raises(SyncError, match=says):
-        check_served(sizes, {"e": [[Place("x", Box(0, 4, 0, 4))], [Place("x", box)]]})
+        check_served(sizes, {"e": [[TensorPlace("x", Box(0, 4, 0, 4))], [TensorPlace("x", box)]]})
 
 
 def test_workers_of_one_engine_may_serve_the_same_and_engines_are_checked_apart() -> None:
     sizes = {"x": TensorSize((8, 4), 2), "k": TensorSize((2, 4), 2)}
-    replicated = [[Place("x", Box(4 * n, 4 * n + 4, 0, 4)), Place("k", sizes["k"].whole)] for n in range(2)]
-    check_served(sizes, {"e": replicated, "f": [[Place(name, size.whole) for name, size in sizes.items()]]})
+    replicated = [[TensorPlace("x", Box(4 * n, 4 * n + 4, 0, 4)), TensorPlace("k", sizes["k"].whole)] for n in range(2)]
+    check_served(sizes, {"e": replicated, "f": [[TensorPlace(name, size.whole) for name, size in sizes.items()]]})
     with pytest.raises(SyncError, match="workers of engine f name 0 of the 8 elements of 'k'"):
-        check_served(sizes, {"e": replicated, "f": [[Place("x", sizes["x"].whole)]]})
+        check_served(sizes, {"e": replicated, "f": [[TensorPlace("x", sizes["x"].whole)]]})
 
 
 def test_hsdp_replicas_hold_the_rows_of_their_place_within_the_host() -> None:

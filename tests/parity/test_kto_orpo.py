@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from tandem.algo import kto, orpo
 from tandem.data.conversation import BadRow
 from tandem.data.load import DataSplit
-from tandem.data.rated_answers import Answer, Rated, load_rated, parse_rated
+from tandem.data.rated_answers import Rated, RatedAnswer, load_rated, parse_rated
 from tandem.errors import SpecError
 from tandem.model.policy import CausalPolicy
 from tandem.ops.byte_sizes import shares_never, shares_unmasked
@@ -208,7 +208,7 @@ USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "
 def test_every_shape_gives_a_prompt_and_labelled_answers(row: dict[str, object], labels: list[bool]) -> None:
     prompt, answers = parse_rated(row)
     assert prompt == (USER,)
-    assert answers == tuple(Answer((GOOD if len(labels) == 1 or good else BAD,), good) for good in labels)
+    assert answers == tuple(RatedAnswer((GOOD if len(labels) == 1 or good else BAD,), good) for good in labels)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tandem.build import standalone_engines
 from tandem.errors import EngineError
 from tandem.obs.sync_bench_report import Bench, BenchRow
 from tandem.recipes import engine_commands, sync_bench
-from tandem.recipes.engine_commands import Check, check_engine
+from tandem.recipes.engine_commands import OneCheck, check_engine
 from tandem.types import Completion, Sampling, Span
 
 END, VERSION = 99, 2
@@ -41,7 +41,7 @@ class Scripted:
         return [-0.01 * token for token in ids[first:]]
 
 
-def outcomes(engine: Any) -> list[Check]:
+def outcomes(engine: Any) -> list[OneCheck]:
     prompts = [[5, 7, 9], [1, 2, 3, 4]]
     served = engine_commands.ServedVersion(engine, engine, prompts, frozenset({END}), 0.01)
     return asyncio.run(engine_commands.request_checks(served))
@@ -123,7 +123,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(standalone_engines, "record_passed", record)
     monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
-    monkeypatch.setattr(engine_commands, "_request_checks", lambda python, device: [Check("requests", "passed")])
+    monkeypatch.setattr(engine_commands, "_request_checks", lambda python, device: [OneCheck("requests", "passed")])
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.io.request_key import RequestKey
-from tandem.online.job_store import Job, JobStore
+from tandem.online.job_store import JobStore, LearningJob
 from tandem.online.messages import Sequence1, Teaching
 from tandem.online.sample_replay import ReplayMemory
 from tandem.spec.online_gates import ReplaySpec
@@ -19,7 +19,7 @@ def sample(number: int) -> list[list[Sequence1]]:
     return [[Sequence1([number, number + 1], 1, "1")]]
 
 
-async def publish(store: JobStore, number: int, memory: ReplayMemory | None = None) -> Job:
+async def publish(store: JobStore, number: int, memory: ReplayMemory | None = None) -> LearningJob:
     teaching = Teaching("sft", 1e-3, 10, "full", 0)
     once = RequestKey(f"key {number} {len(store.jobs(99))}", b"")
     told = await store.add(sample(number), teaching, who="me", source="s", said=b"[]", once=once)

@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 
 from tandem.agent.link import Link
 from tandem.agent.shipping import Shipper
-from tandem.agent.trainer import Trainer, only_agent
+from tandem.agent.trainer import RunProcess, only_agent
 from tandem.errors import Fenced, RunError
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
@@ -81,19 +81,19 @@ class Agent:
             signal.signal(signal.SIGTERM, self._ask)
             signal.signal(signal.SIGINT, self._ask)
             self._instance = self._own_name()
-            trainer: Trainer | None = None
+            trainer: RunProcess | None = None
             try:
                 claimed = self._claim()
                 if claimed is None:
                     return 128 + signal.SIGTERM
-                trainer = Trainer(self.home, self.home.parent / RUNS / claimed.run)
+                trainer = RunProcess(self.home, self.home.parent / RUNS / claimed.run)
                 return self._attend(claimed, trainer)
             except Fenced as error:
                 _log.error("%s", error)
                 self._kill(trainer)
                 return FENCED
 
-    def _attend(self, claimed: Claimed, trainer: Trainer) -> int:
+    def _attend(self, claimed: Claimed, trainer: RunProcess) -> int:
         trainer.run_dir.parent.mkdir(parents=True, exist_ok=True)
         if trainer.begin(claimed.spec_toml, claimed.secrets, TOKEN_VARIABLE):
             _log.info("attempt %s of run %s: the trainer has begun", claimed.n, claimed.run)
@@ -107,7 +107,7 @@ class Agent:
             self._pass_on(trainer)
         return self._tell_the_end(shipper, trainer, code)
 
-    def _exchange(self, shipper: Shipper, trainer: Trainer) -> bool:
+    def _exchange(self, shipper: Shipper, trainer: RunProcess) -> bool:
         """Renew the lease and send what grew; return whether more is there."""
         pieces = shipper.pieces()
         body = AppendBody(instance=self._instance, sign=_sign(trainer.run_dir), pieces=tuple(pieces))
@@ -124,7 +124,7 @@ class Agent:
         self._want = told.want
         return bool(shipper.pieces())
 
-    def _pass_on(self, trainer: Trainer) -> None:
+    def _pass_on(self, trainer: RunProcess) -> None:
         """Tell the trainer to end, once; a cancelled one is killed when it takes too long."""
         if (self._want != "run" or self._asked) and not self._told:
             self._told = True
@@ -134,7 +134,7 @@ class Agent:
             if time.monotonic() - self._cancelled_at > _CANCEL_S:
                 trainer.kill()
 
-    def _tell_the_end(self, shipper: Shipper, trainer: Trainer, code: int) -> int:
+    def _tell_the_end(self, shipper: Shipper, trainer: RunProcess, code: int) -> int:
         """Bring over all files, then say how it ended, until the control plane has both."""
         state, why, retriable = _ending(trainer, code, self._want, asked=self._told)
         _log.info("the trainer has ended: %s%s", state, f": {why}" if why else "")
@@ -188,8 +188,8 @@ class Agent:
         self._asked = True
         self._wake.set()
 
-    def _kill(self, trainer: Trainer | None) -> None:
-        trainer = trainer or Trainer(self.home, self.home)  # of an agent before
+    def _kill(self, trainer: RunProcess | None) -> None:
+        trainer = trainer or RunProcess(self.home, self.home)  # of an agent before
         while trainer.exit_code() is None:
             trainer.kill()
             time.sleep(0.1)
@@ -204,7 +204,7 @@ def _sign(run_dir: Path) -> SignOfLife:
 
 
 def _ending(
-    trainer: Trainer, code: int, want: Literal["run", "stop", "cancel"], *, asked: bool
+    trainer: RunProcess, code: int, want: Literal["run", "stop", "cancel"], *, asked: bool
 ) -> tuple[State, str, bool]:
     """Return how the run ended, why, and whether a further attempt may succeed."""
     status = _status(trainer.run_dir)

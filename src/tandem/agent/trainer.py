@@ -21,7 +21,7 @@ from tandem.io.process_identity import is_there
 _LOCK, _WHO, _CODE, OUTPUT = "trainer.lock", "trainer.json", "trainer.code", "trainer.log"
 
 
-class Trainer:
+class RunProcess:
     """`home`: the job's directory, with what must be known after the agent was killed."""
 
     def __init__(self, home: Path, run_dir: Path) -> None:

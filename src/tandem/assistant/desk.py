@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tandem.assistant import reading
 from tandem.assistant.reading import Row
-from tandem.assistant.spending import Estimate, Spending
+from tandem.assistant.spending import PlanSummary, Spending
 from tandem.client import Tandem, find_place
 from tandem.errors import RunError
 from tandem.recipes.targets import list_targets
@@ -49,7 +49,9 @@ class Desk(Protocol):
 
     def targets(self) -> list[Row]: ...
 
-    def estimate(self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
+    def estimate(
+        self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int
+    ) -> PlanSummary:
         """Plan a spec. It reads no data and runs no code that the spec names."""
         ...
 
@@ -89,13 +91,15 @@ class FolderDesk:
         with found as server:
             return [each.model_dump(mode="json") for each in server.targets()]
 
-    def estimate(self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
+    def estimate(
+        self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int
+    ) -> PlanSummary:
         from tandem.recipes.plan_run import plan_run
         from tandem.runs.planner.plan_text import plan_text
 
         planned = plan_run(parse_spec(spec), gpu=gpu, prompt_tokens=prompt_tokens, row_tokens=row_tokens)
         seconds = float(planned.as_json()["times"]["steps_s"])
-        return Estimate.of(planned.fits, plan_text(planned), planned.peak_gib, seconds)
+        return PlanSummary.of(planned.fits, plan_text(planned), planned.peak_gib, seconds)
 
 
 class ServerDesk:
@@ -132,11 +136,13 @@ class ServerDesk:
         with self.server() as server:
             return [each.model_dump(mode="json") for each in server.targets()]
 
-    def estimate(self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int) -> Estimate:
+    def estimate(
+        self, spec: Mapping[str, Any], target: str, gpu: str, prompt_tokens: int, row_tokens: int
+    ) -> PlanSummary:
         with self.server() as server:
             target = target or server.targets()[0].name
             planned = server.plan(spec, target=target, gpu=gpu, prompt_tokens=prompt_tokens, row_tokens=row_tokens)
         if (best := planned.best) is None:
             why = "; ".join(each.why_not for each in planned.estimates) or planned.error
             raise RunError(f"target = '{target}': no estimate: {why[:500]}")
-        return Estimate.of(best.fits, best.text, best.memory_gib, best.seconds)
+        return PlanSummary.of(best.fits, best.text, best.memory_gib, best.seconds)

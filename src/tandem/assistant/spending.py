@@ -32,7 +32,7 @@ class Yes(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class PlanSummary:
     """What a plan says."""
 
     fits: bool
@@ -41,7 +41,7 @@ class Estimate:
     """In a line, for the person who is asked."""
 
     @classmethod
-    def of(cls, fits: bool, text: str, memory_gib: float, seconds: float) -> Estimate:
+    def of(cls, fits: bool, text: str, memory_gib: float, seconds: float) -> PlanSummary:
         said = f"{memory_gib:.1f} GiB, {seconds:,.0f} s of steps{'' if fits else '; it does not fit'}"
         return cls(fits, text[: MOST_BYTES // 2], said)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.client import requests
 from tandem.client.place import Place, find_place
 from tandem.client.pull import Pulled, pull
-from tandem.client.requests import Call, Events, Patience, Reply
+from tandem.client.requests import Call, EventReader, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
 from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS, PlanBody, PlanInfo
 from tandem.shapes.runs import (
@@ -209,7 +209,7 @@ class Tandem(AbstractContextManager["Tandem"]):
             patience.took(time.monotonic() - began)
             time.sleep(patience.wait_s(why, after))
 
-    def stream(self, path: str, events: Events) -> Iterator[EventInfo]:
+    def stream(self, path: str, events: EventReader) -> Iterator[EventInfo]:
         """Yield the events of one connection, until the server ends it or it breaks."""
         import httpx
 
@@ -261,7 +261,7 @@ class RemoteRun:
 
     def follow(self, after: int = 0) -> Iterator[EventInfo]:
         """Yield events until the run has ended. A broken connection is made again, and goes on where it was."""
-        events = Events(after)
+        events = EventReader(after)
         while True:
             before = events.after
             yield from self.server.stream(requests.stream_path(self.id), events)

@@ -265,7 +265,7 @@ class Patience:
 # --- streams of events
 
 
-class Events:
+class EventReader:
     """Reads server-sent events line by line, and knows where to go on."""
 
     def __init__(self, after: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.client import requests
 from tandem.client.place import Place, find_place
 from tandem.client.pull import Pulled, pull
-from tandem.client.requests import Call, Events, Patience, Reply
+from tandem.client.requests import Call, EventReader, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
 from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS, PlanBody, PlanInfo
 from tandem.shapes.runs import (
@@ -212,7 +212,7 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
             patience.took(time.monotonic() - began)
             await asyncio.sleep(patience.wait_s(why, after))
 
-    async def stream(self, path: str, events: Events) -> AsyncIterator[EventInfo]:
+    async def stream(self, path: str, events: EventReader) -> AsyncIterator[EventInfo]:
         """Yield the events of one connection, until the server ends it or it breaks."""
         import httpx
 
@@ -264,7 +264,7 @@ class AsyncRemoteRun:
 
     async def follow(self, after: int = 0) -> AsyncIterator[EventInfo]:
         """Yield events until the run has ended. A broken connection is made again, and goes on where it was."""
-        events = Events(after)
+        events = EventReader(after)
         while True:
             before = events.after
             async for event in self.server.stream(requests.stream_path(self.id), events):

@@ -102,7 +102,7 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenAttempt:
     """Write the row of attempt `n`."""
 
     n: int
@@ -144,7 +144,7 @@ class Close:
     wait_ms: int = 0
 
 
-Step = Rest | Open | Launch | Note | EndJobs | Move | Close
+Step = Rest | OpenAttempt | Launch | Note | EndJobs | Move | Close
 
 
 def decide(run: RunView, attempt: AttemptView | None, sights: Sequence[Sight] | None, now: int) -> Step:
@@ -157,7 +157,7 @@ def decide(run: RunView, attempt: AttemptView | None, sights: Sequence[Sight] | 
             return Move(_as_wanted(run.want))
         if not pays_for_more(run.max_cost_usd - run.spent_usd, run.max_cost_usd, run.usd_per_hour):
             return Move("stopped", _cost_reached(run, "stop"))
-        return Open(run.attempt_n + 1) if now >= run.wait_until else Rest()
+        return OpenAttempt(run.attempt_n + 1) if now >= run.wait_until else Rest()
     if attempt.end is not None:
         return _after_its_end(run, attempt, attempt.end, now)
     if attempt.state == "claimed":

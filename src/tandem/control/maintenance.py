@@ -35,7 +35,7 @@ _ROOM_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorCheck:
     """One thing that `tandem control doctor` looked at."""
 
     what: str
@@ -110,48 +110,50 @@ def verify(data_dir: Path, database: str) -> Verified:
         engine.dispose()
 
 
-def doctor(data_dir: Path, database: str) -> Iterator[Check]:
+def doctor(data_dir: Path, database: str) -> Iterator[DoctorCheck]:
     """Check a data directory and its database. Nothing is changed."""
     if not data_dir.is_dir():
-        yield Check("data directory", False, f"{data_dir} does not exist; `tandem control serve` makes it")
+        yield DoctorCheck("data directory", False, f"{data_dir} does not exist; `tandem control serve` makes it")
         return
     open_to = data_dir.stat().st_mode & 0o077
-    yield Check("data directory", not open_to, f"other users may enter; chmod 700 {data_dir}" if open_to else "private")
+    yield DoctorCheck(
+        "data directory", not open_to, f"other users may enter; chmod 700 {data_dir}" if open_to else "private"
+    )
     free = shutil.disk_usage(data_dir).free
-    yield Check("disk", free > _ROOM_BYTES, f"{free / 2**30:.1f} GiB free")
+    yield DoctorCheck("disk", free > _ROOM_BYTES, f"{free / 2**30:.1f} GiB free")
     try:
         with owned(data_dir):
-            yield Check("server", True, "not running")
+            yield DoctorCheck("server", True, "not running")
     except StoreOwned:
-        yield Check("server", True, "running")
+        yield DoctorCheck("server", True, "running")
     if not database and not (data_dir / FILE).exists():
-        yield Check("database", False, f"no {FILE}; with PostgreSQL name it by --database")
+        yield DoctorCheck("database", False, f"no {FILE}; with PostgreSQL name it by --database")
         return
     if not database and (problem := _integrity(data_dir / FILE)):
-        yield Check("database", False, f"damaged: {problem}; restore a backup")
+        yield DoctorCheck("database", False, f"damaged: {problem}; restore a backup")
         return
     checks = list(_database(sa.create_engine(database or f"sqlite:///{data_dir / FILE}")))
     yield from checks
     if all(each.ok for each in checks) and (data_dir / SECRET_FILE).exists():
         audit = verify(data_dir, database)
-        yield Check("audit log", not audit.problem, audit.problem or f"{audit.rows} rows, as they were written")
+        yield DoctorCheck("audit log", not audit.problem, audit.problem or f"{audit.rows} rows, as they were written")
 
 
-def _database(engine: sa.Engine) -> Iterator[Check]:
+def _database(engine: sa.Engine) -> Iterator[DoctorCheck]:
     try:
         with engine.connect() as connection:
             found, head = migrate.revision(connection), migrate.head()
             says = "up to date" if found == head else f"revision {found}, this Tandem has {head}"
-            yield Check("tables", found == head, says if found == head else f"{says}; `tandem control upgrade`")
+            yield DoctorCheck("tables", found == head, says if found == head else f"{says}; `tandem control upgrade`")
             if found != head:
                 return
             live = connection.scalar(sa.select(sa.func.count()).where(Run.state.not_in(ENDED)))
             claimed = connection.scalar(sa.select(sa.func.count()).where(Attempt.state == "claimed"))
             wrong = uncounted(connection)
-            yield Check("usage", not wrong, wrong or "the seconds of every closed attempt, once")
-            yield Check("runs", True, f"{live} on their way, {claimed} of them on a machine")
+            yield DoctorCheck("usage", not wrong, wrong or "the seconds of every closed attempt, once")
+            yield DoctorCheck("runs", True, f"{live} on their way, {claimed} of them on a machine")
     except exc.DBAPIError as error:
-        yield Check("database", False, f"does not answer: {error.orig}")
+        yield DoctorCheck("database", False, f"does not answer: {error.orig}")
     finally:
         engine.dispose()
 

@@ -28,7 +28,7 @@ from tandem.control.decide import (
     Launch,
     Move,
     Note,
-    Open,
+    OpenAttempt,
     Rest,
     RunView,
     Step,
@@ -150,7 +150,7 @@ class Reconciler:
         match step:
             case Rest():
                 return False
-            case Open(n):
+            case OpenAttempt(n):
                 change = partial(transitions.open_attempt, run=run, n=n, prefix=self._prefix, now=now)
             case Move(state, why):
                 change = partial(transitions.move, run=run, state=state, why=why, now=now)

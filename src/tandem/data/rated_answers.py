@@ -32,7 +32,7 @@ _BAD = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RatedAnswer:
     messages: tuple[Message, ...]
     good: bool
 
@@ -42,7 +42,7 @@ class Rated:
     """A prompt, and an answer with its label. A pair of answers is both: the chosen one is good, the rejected bad."""
 
     prompt: tuple[Message, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[RatedAnswer, ...]
     row: int
     """The line of a file, or the position in a data set; the first is 1."""
     source: str = ""
@@ -58,7 +58,7 @@ def load_rated(spec: FileData | DatasetData, field_name: str = "data") -> DataSp
     return load(spec, field_name, RATED)
 
 
-def parse_rated(row: object) -> tuple[tuple[Message, ...], tuple[Answer, ...]]:
+def parse_rated(row: object) -> tuple[tuple[Message, ...], tuple[RatedAnswer, ...]]:
     """Return the prompt and the labelled answers of a conversation with a label, or of a pair; ignore other columns.
 
     The answer is the completion of a prompt, or the last turn of a chat.
@@ -66,7 +66,7 @@ def parse_rated(row: object) -> tuple[tuple[Message, ...], tuple[Answer, ...]]:
     row = as_object(row)
     if _is_pair(row):
         prompt, chosen, rejected = parse_pair(row)
-        return prompt, (Answer(chosen, good=True), Answer(rejected, good=False))
+        return prompt, (RatedAnswer(chosen, good=True), RatedAnswer(rejected, good=False))
     name = _label_of(row)
     if not name:
         raise BadRow(f"no label in its columns ({', '.join(map(str, row))})")
@@ -75,7 +75,7 @@ def parse_rated(row: object) -> tuple[tuple[Message, ...], tuple[Answer, ...]]:
     prompt, answer = messages[:-length], messages[-length:]
     if not prompt:
         raise BadRow("no prompt before the answer")
-    return prompt, (Answer(answer, good=_is_good(name, row[name])),)
+    return prompt, (RatedAnswer(answer, good=_is_good(name, row[name])),)
 
 
 def _is_pair(row: Mapping[Any, Any]) -> bool:

@@ -21,7 +21,7 @@ _PART, _TASK = "mix part", "mix task"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MixPart:
     label: str
     """Its name in metrics and task ids."""
     weight: float
@@ -41,8 +41,8 @@ class Mix:
         total = sum(weights)
         labels = part_labels(parts)
         loaded = [load_environment(part["name"], part.get("params")) for part in parts]
-        self._parts: list[Part] = [
-            Part(label, weight / total, environment)
+        self._parts: list[MixPart] = [
+            MixPart(label, weight / total, environment)
             for label, weight, environment in zip(labels, weights, loaded, strict=True)
         ]
         self.replies_first = all(getattr(each, "replies_first", False) is True for each in loaded)
@@ -73,7 +73,7 @@ class Mix:
             metrics["correct"] = outcome.metrics["correct"]
         return Outcome(outcome.reward, {**metrics, f"{part.label}/reward": outcome.reward})
 
-    def _part(self, task: Task) -> Part:
+    def _part(self, task: Task) -> MixPart:
         which: int = task.payload[_PART]
         return self._parts[which]
 
@@ -86,7 +86,7 @@ class Mix:
 class _MixedTasks(Sequence[Task]):
     """The tasks of all parts, made when they are asked for."""
 
-    def __init__(self, parts: Sequence[Part], tasks: Sequence[Sequence[Task]], *, repeat: bool) -> None:
+    def __init__(self, parts: Sequence[MixPart], tasks: Sequence[Sequence[Task]], *, repeat: bool) -> None:
         """`repeat`: repeat tasks, so that each is there; otherwise leave some out, so that each is there once."""
         for part, each in zip(parts, tasks, strict=True):
             if not len(each):

@@ -122,7 +122,7 @@ FromLoader = Tasks | Demonstrated | RefusedMessage | LoadedMessage
 FROM_LOADER: TypeAdapter[FromLoader] = TypeAdapter(Annotated[FromLoader, Field(discriminator="op")])
 
 
-class Ended(_WorkerMessage):
+class WorkerEnded(_WorkerMessage):
     """From the fork server: how a worker ended."""
 
     op: Literal["ended"]
@@ -130,4 +130,4 @@ class Ended(_WorkerMessage):
     how: str = Field(max_length=16_000)
 
 
-ENDED: TypeAdapter[Ended] = TypeAdapter(Ended)
+ENDED: TypeAdapter[WorkerEnded] = TypeAdapter(WorkerEnded)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointError
-from tandem.io.safetensors_format import KNOWN, Stored, header_of, read_header, width_of
+from tandem.io.safetensors_format import KNOWN, StoredTensor, header_of, read_header, width_of
 from tandem.types import Part
 
 _AT_ONCE_BYTES = 1 << 26
@@ -87,7 +87,7 @@ class RowFile:
         self.check(part)
         part.tensor.detach().copy_(self.read(part.name, rectangle_of(part)).view(part.tensor.shape))
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredTensor:
         if (stored := self.tensors.get(name)) is None or stored.dtype not in KNOWN:
             what = "is missing" if stored is None else f"has type {stored.dtype}, which is not supported"
             raise CheckpointError(f"{self._path}: '{name}' {what}")
@@ -117,7 +117,7 @@ def rectangle_of(part: Part) -> Rectangle:
     return part.row_start, part.row_start + rows, part.col_start, part.col_start + columns
 
 
-def _write(descriptor: int, stored: Stored, part: Part) -> int:
+def _write(descriptor: int, stored: StoredTensor, part: Part) -> int:
     raw = part.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     done = 0
     for start, begin, end in _runs(stored, rectangle_of(part)):
@@ -128,7 +128,7 @@ def _write(descriptor: int, stored: Stored, part: Part) -> int:
     return done
 
 
-def _runs(stored: Stored, rectangle: Rectangle) -> Iterator[tuple[int, int, int]]:
+def _runs(stored: StoredTensor, rectangle: Rectangle) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of bytes of a rectangle: the offset in the rectangle's own bytes, then first and last byte in the
     file."""
     rows, columns = _matrix(stored.shape)
@@ -157,7 +157,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, columns
 
 
-def _found(stored: Mapping[str, Stored], part: Part, path: Path) -> Stored:
+def _found(stored: Mapping[str, StoredTensor], part: Part, path: Path) -> StoredTensor:
     found = stored.get(part.name)
     ours = (_name_of(part.tensor.dtype), tuple(part.full_shape))
     if found is None or (found.dtype, found.shape) != ours:
@@ -166,7 +166,7 @@ def _found(stored: Mapping[str, Stored], part: Part, path: Path) -> Stored:
     return found
 
 
-def _header(descriptor: int, path: Path) -> dict[str, Stored]:
+def _header(descriptor: int, path: Path) -> dict[str, StoredTensor]:
     try:
         return read_header(descriptor, path)
     except ValueError as error:

@@ -28,7 +28,7 @@ MOST_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file. `offset`: of its first byte in the file."""
 
     dtype: str
@@ -51,7 +51,7 @@ def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 def header_of(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, Stored]]:
+) -> tuple[bytes, dict[str, StoredTensor]]:
     """Return the header of a file, and the place of each tensor. `tensors`: type and shape by name."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     ends: dict[str, int] = {}
@@ -64,10 +64,10 @@ def header_of(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return head, {name: Stored(*tensors[name], len(head) + start) for name, start in ends.items()}
+    return head, {name: StoredTensor(*tensors[name], len(head) + start) for name, start in ends.items()}
 
 
-def read_header(descriptor: int, what: object) -> dict[str, Stored]:
+def read_header(descriptor: int, what: object) -> dict[str, StoredTensor]:
     """Return the tensors of an open file. ValueError, which names `what`, if the file is incomplete or has another
     format."""
     file_bytes = os.fstat(descriptor).st_size
@@ -75,14 +75,14 @@ def read_header(descriptor: int, what: object) -> dict[str, Stored]:
     if not 0 < text_bytes <= min(MOST_HEADER_BYTES, file_bytes - 8):
         raise ValueError(f"{what}: is not a complete safetensors file")
     base, end = 8 + text_bytes, 0
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     try:
         header = cast("dict[str, dict[str, Any]]", parsed(os.pread(descriptor, text_bytes, 8)))
         header.pop("__metadata__", None)
         for name, entry in header.items():
             start, stop = entry["data_offsets"]
             code: str = entry["dtype"]
-            stored = Stored(_NAMES.get(code, code), tuple(entry["shape"]), base + start)
+            stored = StoredTensor(_NAMES.get(code, code), tuple(entry["shape"]), base + start)
             if not 0 <= start <= stop or (code in _NAMES and stop - start != stored.size_bytes):
                 raise ValueError(f"'{name}' does not fit its {stop - start} bytes")
             found[name], end = stored, max(end, stop)

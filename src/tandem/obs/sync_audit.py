@@ -32,7 +32,7 @@ class AuditFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AuditedStep:
     """An optimizer step on sampled tokens. It made `version` from the previous version."""
 
     version: int
@@ -53,7 +53,7 @@ class Evidence:
     """The version that each row of metrics.jsonl made, in any stage."""
     moved: frozenset[int]
     """The versions whose step changed the served weights."""
-    steps: Sequence[Step]
+    steps: Sequence[AuditedStep]
     status: Mapping[str, Any]
     events: Sequence[Row]
     every: int
@@ -66,7 +66,7 @@ class Audit:
     directory: Path
     status: Mapping[str, Any]
     proofs: Sequence[Proof]
-    steps: Sequence[Step]
+    steps: Sequence[AuditedStep]
     findings: Sequence[AuditFinding]
 
     @property
@@ -162,12 +162,12 @@ def _or_nan(value: Any) -> float:
     return math.nan if found is None else found
 
 
-def _step(row: Row) -> Step | None:
+def _step(row: Row) -> AuditedStep | None:
     """Return a step, or None if it trained on recordings, without an engine."""
     lag = number(row.get("lag/max"))
     if row.get("stage") != "rl" and lag is None:
         return None
-    return Step(int(row["step"]), None if lag is None else round(lag))
+    return AuditedStep(int(row["step"]), None if lag is None else round(lag))
 
 
 def _sync_every(spec: Path) -> int:

@@ -58,7 +58,7 @@ def active_version(directory: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Job:
+class LearningJob:
     """A row of the jobs table, without its samples."""
 
     id: str
@@ -109,13 +109,13 @@ class JobStore:
         """The active version; -1: no version was ever served."""
         return int(self._durable.read("SELECT value FROM numbers WHERE name = 'active'")[0][0])
 
-    def job(self, id: str) -> Job:
+    def job(self, id: str) -> LearningJob:
         rows = self._durable.read(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (id,))
         if not rows:
             raise NotKnown(f"there is no job '{id:.80}'")
         return _job(rows[0])
 
-    def jobs(self, most: int, states: Sequence[str] = ()) -> list[Job]:
+    def jobs(self, most: int, states: Sequence[str] = ()) -> list[LearningJob]:
         """Return all jobs, newest first; or those in some states, oldest first."""
         if not states:
             return [
@@ -218,7 +218,7 @@ class JobStore:
 
         await self._durable.write(change)
 
-    async def begin(self, id: str) -> Job:
+    async def begin(self, id: str) -> LearningJob:
         """Start the job, and give it a version number that is never used again."""
 
         def change(db: sqlite3.Connection) -> None:
@@ -249,7 +249,7 @@ class JobStore:
 
         await self._durable.write(change)
 
-    async def commit(self, job: Job, digest: str, size_bytes: int, result: Mapping[str, Any]) -> bool:
+    async def commit(self, job: LearningJob, digest: str, size_bytes: int, result: Mapping[str, Any]) -> bool:
         """Add the job's version and make it active: from now on a restart serves it. Return False if the job was
         cancelled meanwhile; then the version does not exist."""
 
@@ -274,7 +274,7 @@ class JobStore:
 
         await self._durable.write(change)
 
-    async def refused(self, job: Job, why: str) -> None:
+    async def refused(self, job: LearningJob, why: str) -> None:
         """Undo the commit of a version that the engine refused. Its number stays used."""
 
         def change(db: sqlite3.Connection) -> None:
@@ -390,9 +390,9 @@ def _bytes(value: Any) -> bytes:
     return _text(value).encode()
 
 
-def _job(row: tuple[Any, ...]) -> Job:
+def _job(row: tuple[Any, ...]) -> LearningJob:
     *plain, teaching, result = row
-    return Job(*plain, teaching=_TEACHING.decode(teaching), result=json.loads(result))
+    return LearningJob(*plain, teaching=_TEACHING.decode(teaching), result=json.loads(result))
 
 
 def _version(row: tuple[Any, ...]) -> dict[str, Any]:

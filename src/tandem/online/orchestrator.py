@@ -33,7 +33,7 @@ from tandem.errors import (
 from tandem.online import messages
 from tandem.online.engine_supervisor import EngineSupervisor, Restart
 from tandem.online.events import Events
-from tandem.online.job_store import ENDED, Job, JobStore
+from tandem.online.job_store import ENDED, JobStore, LearningJob
 from tandem.online.messages import Activate, Cancel, Checkpoint, JobProgress, Open, Publish, RpcCall
 from tandem.online.ordinary_prompts import OrdinaryPrompts
 from tandem.online.pending_requests import PendingRequests
@@ -77,7 +77,7 @@ class Orchestrator:
         self._rollbacks = set[asyncio.Task[None]]()
         self.serving = -1
         """The last version that the engine was proven to serve; -1: none since its last start."""
-        self._running: Job | None = None
+        self._running: LearningJob | None = None
         self._progress: dict[str, Any] = {}
         self._requests = PendingRequests()
         self._work_arrived = asyncio.Event()
@@ -342,7 +342,7 @@ class Orchestrator:
 
     # --- jobs
 
-    async def _train_job(self, job: Job) -> None:
+    async def _train_job(self, job: LearningJob) -> None:
         self._running, self._progress = job, {"step": 0, "steps": job.teaching.steps}
         self._emit_job(job.id)
         groups = self.store.groups(job.id)
@@ -407,7 +407,7 @@ class Orchestrator:
             self._watch.activated(version)
         self.events.put("version", {"version": version, "digest": proof["digest"], "seconds": proof["seconds"]})
 
-    async def _revert(self, job: Job, why: str) -> None:
+    async def _revert(self, job: LearningJob, why: str) -> None:
         """Undo the commit of a version that the engine refused; its parent is served on."""
         _log.error("version %s is reverted: it could not be published: %s", job.version, why)
         await self.store.refused(job, f"it could not be published: {why}")

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from tandem.online.job_store import Job, JobStore
+from tandem.online.job_store import JobStore, LearningJob
 from tandem.online.messages import Sequence1
 from tandem.spec.online_gates import ReplaySpec
 
@@ -104,7 +104,7 @@ class ReplayMemory:
     def __len__(self) -> int:
         return sum(len(each) for each in self._by_algorithm.values())
 
-    def remember(self, job: Job, groups: Groups) -> None:
+    def remember(self, job: LearningJob, groups: Groups) -> None:
         """Add the samples of a published job."""
         reservoir = self._by_algorithm.get(job.teaching.algorithm)
         if reservoir is None or not self._spec.share or job.version is None:
@@ -114,7 +114,7 @@ class ReplayMemory:
             self._versions[key].add(job.version)
             reservoir.add(key, job.source, list(group))
 
-    def draw(self, job: Job, groups: Groups) -> tuple[list[list[Sequence1]], int]:
+    def draw(self, job: LearningJob, groups: Groups) -> tuple[list[list[Sequence1]], int]:
         """Return the groups that the job replays, and in how many parts: each step takes one part. Only samples of the
         job's ancestor versions are drawn: those of rolled-back versions are not trained on again."""
         reservoir = self._by_algorithm.get(job.teaching.algorithm)

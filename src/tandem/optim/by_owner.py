@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tandem.ops.owner_rounds import Shape, most_numbers, rounds_of_owners, rows_held
 from tandem.ops.parts import rows_and_cols
-from tandem.optim.update_rule import ByParts, Cut, Slot, UpdateRule
+from tandem.optim.update_rule import ByParts, RowCut, Slot, UpdateRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class ByOwner(ByParts):
                 found[key] = torch.zeros((bottom - top, *shape[1:]) if shape else (), device=like.device)
         return found
 
-    def cut(self, name: str) -> dict[str, Cut]:
-        return {key: Cut(self._owners.rows(name, shape)[0], shape) for key, shape in self._state[name].items()}
+    def cut(self, name: str) -> dict[str, RowCut]:
+        return {key: RowCut(self._owners.rows(name, shape)[0], shape) for key, shape in self._state[name].items()}
 
     def most_numbers(self) -> int:
         return self._owners.most_numbers()

@@ -23,7 +23,7 @@ from torch.optim import _muon
 
 from tandem.ops.byte_sizes import state_shapes
 from tandem.optim.by_owner import Owners
-from tandem.optim.update_rule import ByParts, Cut, Slot
+from tandem.optim.update_rule import ByParts, RowCut, Slot
 from tandem.spec.optim import MuonSpec
 
 _COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
@@ -67,9 +67,9 @@ class MuonByOwner(Muon):
         super().__init__(spec)
         self._owners, self.rounds = owners, owners.rounds
 
-    def cut(self, name: str) -> dict[str, Cut]:
+    def cut(self, name: str) -> dict[str, RowCut]:
         shape = self._owners.shapes[name]
-        return {"momentum": Cut(self._owners.rows(name, shape)[0], shape)}
+        return {"momentum": RowCut(self._owners.rows(name, shape)[0], shape)}
 
     def most_numbers(self) -> int:
         return self._owners.most_numbers()

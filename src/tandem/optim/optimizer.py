@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.ops import byte_sizes
 from tandem.ops.named_tensors import check_alike
 from tandem.optim.master_weights import Master, Rows
-from tandem.optim.update_rule import Cut, RoundRule, Slot, UpdateRule, Whole
+from tandem.optim.update_rule import RoundRule, RowCut, Slot, UpdateRule, Whole
 from tandem.types import Metrics
 
 CHUNK = byte_sizes.UPDATE_CHUNK
@@ -101,7 +101,7 @@ class Optimizer:
         found |= {f"{name}|master": value for name, value in self._master.state().items()}
         return found | {f"{name}|step": torch.tensor(step) for name, step in self._steps.items()}
 
-    def cut(self) -> dict[str, Cut]:
+    def cut(self) -> dict[str, RowCut]:
         """Return where this rank's state is in that of all ranks, if it is not cut as its parameter is."""
         if self._in_rounds is None:
             return {}

@@ -62,7 +62,7 @@ class UpdateRule(Protocol):
         ...
 
 
-class Cut(NamedTuple):
+class RowCut(NamedTuple):
     """Where this rank's rows of a tensor begin, and the shape of the whole."""
 
     row_start: int
@@ -81,7 +81,7 @@ class RoundRule(UpdateRule, Protocol):
         """Update a round's parameters; all ranks call it. `slots`: this rank's rows of those with a gradient."""
         ...
 
-    def cut(self, name: str) -> Mapping[str, Cut]:
+    def cut(self, name: str) -> Mapping[str, RowCut]:
         """Return where this rank's rows of a parameter's state are, by key."""
         ...
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tandem.errors import MaybeLaunched, ProviderBusy, ProviderRefused, ProviderSilent
 from tandem.providers.settings import TargetSettings, check_job, checked_name, checked_path
-from tandem.providers.shell import Answer, Shell, exports
+from tandem.providers.shell import Printed, Shell, exports
 from tandem.types import Handle, Job, Sight
 
 _REFUSED = 69
@@ -87,11 +87,11 @@ class ScriptedProvider:
             raise ProviderSilent(f"{self._shell.where}: an answer that is none: {lines!r:.200}")
         return lines[-1][0]
 
-    async def _run(self, function: str, *arguments: str, env: str = "") -> Answer:
+    async def _run(self, function: str, *arguments: str, env: str = "") -> Printed:
         prelude = "\n".join(filter(None, (self._prelude, env)))
         return await self._shell.run(self.script, self._root, function, *arguments, prelude=prelude)
 
-    def _checked(self, answer: Answer) -> Answer:
+    def _checked(self, answer: Printed) -> Printed:
         if answer.code != 0:
             raise ProviderSilent(f"{self._shell.where}: code {answer.code}: {answer.error}")
         return answer

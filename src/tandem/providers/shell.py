@@ -62,7 +62,7 @@ class SshSettings(Spec):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Printed:
     """What a text printed, and its exit code."""
 
     code: int
@@ -87,7 +87,7 @@ class Shell:
     timeout_s: float = 30.0
     _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
-    async def run(self, script: str, root: str, function: str, *arguments: str, prelude: str = "") -> Answer:
+    async def run(self, script: str, root: str, function: str, *arguments: str, prelude: str = "") -> Printed:
         """Call a function of `script`, a file beside this one, which common.sh precedes. ProviderSilent if there is no
         answer."""
         call = " ".join(["main", shlex.quote(root), function, *map(shlex.quote, arguments)])
@@ -98,7 +98,7 @@ class Shell:
             raise ProviderSilent(f"{self.where}: {answer.error or 'ssh failed'}")
         return answer
 
-    async def _answer(self, text: bytes) -> Answer:
+    async def _answer(self, text: bytes) -> Printed:
         # stderr is a file: the shared connection's process keeps it open for a minute, which would hold up a pipe.
         with tempfile.TemporaryFile() as errors:
             process = await asyncio.create_subprocess_exec(
@@ -120,7 +120,7 @@ class Shell:
                     await process.wait()
             errors.seek(0)
             last = errors.read().decode("utf-8", "replace").strip().splitlines()
-        return Answer(process.returncode or 0, out, "; ".join(last[-3:]))
+        return Printed(process.returncode or 0, out, "; ".join(last[-3:]))
 
 
 @cache

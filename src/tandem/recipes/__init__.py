@@ -42,7 +42,7 @@ from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.data import FileData
 from tandem.spec.engine import VllmEngineSpec
-from tandem.spec.hardware import Choice, choices_text, choose
+from tandem.spec.hardware import HardwareChoice, choices_text, choose
 from tandem.spec.load import AnySpec, to_toml
 from tandem.spec.own import is_own
 from tandem.spec.ranks import on_ranks
@@ -184,7 +184,7 @@ def _run(
     environment: Any,
     view: LiveView,
     *,
-    chosen: Sequence[Choice] = (),
+    chosen: Sequence[HardwareChoice] = (),
     rehearse: bool = False,
 ) -> Run:
     """Train under the lease, from the newest checkpoint if there is one. Afterwards, in any case: finish the uploads,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tandem.build import standalone_engines, training
 from tandem.data.conversation import Conversation
 from tandem.data.preference_pairs import Pair
-from tandem.data.rated_answers import Answer, Rated
+from tandem.data.rated_answers import Rated, RatedAnswer
 from tandem.env.load import ADAPTERS
 from tandem.env.protocol_check import their_code
 from tandem.errors import DataError, SpecError, TandemError, TemplateError
@@ -66,7 +66,7 @@ def _row_lengths(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
     def pair(row: Pair) -> Group:
         return record_pair(renderer, row.prompt, row.chosen, row.rejected, "")
 
-    def answer(both: tuple[Rated, Answer]) -> Group:
+    def answer(both: tuple[Rated, RatedAnswer]) -> Group:
         return [record_answer(renderer, both[0].prompt, both[1].messages, 1.0, "")]
 
     if isinstance(spec, PreferenceSpec) and spec.algorithm.kind == "kto":

@@ -30,7 +30,7 @@ _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class OneCheck:
     name: str
     state: Literal["passed", "failed", "not here"]
     why: str = ""
@@ -46,7 +46,7 @@ class EngineCheck:
     python: str
     version: str
     device: str
-    checks: tuple[Check, ...]
+    checks: tuple[OneCheck, ...]
 
     @property
     def passed(self) -> bool:
@@ -76,7 +76,7 @@ def check_engine(
     python, picked = str(python or standalone_engines.default_python()), _picked(device)
     version = standalone_engines.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
-    checks: list[Check] = []
+    checks: list[OneCheck] = []
     for check in _checks(python, picked):
         checks.append(check)
         tell(str(check))
@@ -91,7 +91,7 @@ def _picked(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
     return device if device != "auto" else training.pick_device("auto").type
 
 
-def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
+def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[OneCheck]:
     yield from _request_checks(python, device)
     yield from _bridge_checks(python, device)
 
@@ -99,17 +99,17 @@ def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
 # --- bridges
 
 
-def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[Check]:
+def _bridge_checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[OneCheck]:
     for name in CHECKED_BRIDGES:
         (row,) = sync_bench.bench_sync(
             "tiny", [name], device=device, engine="vllm", rounds=_ROUNDS, python=python, unchecked=True
         ).rows
         if row.skipped:
-            yield Check(name, "not here", row.skipped)
+            yield OneCheck(name, "not here", row.skipped)
         elif row.verified:
-            yield Check(name, "passed", f"{row.rounds} versions, {row.tensors} tensors, {row.how}")
+            yield OneCheck(name, "passed", f"{row.rounds} versions, {row.tensors} tensors, {row.how}")
         else:
-            yield Check(name, "failed", row.error or "published without proof")
+            yield OneCheck(name, "failed", row.error or "published without proof")
 
 
 # --- requests
@@ -136,17 +136,17 @@ class ServedVersion:
         )
 
 
-def _request_checks(python: str, device: str) -> list[Check]:
+def _request_checks(python: str, device: str) -> list[OneCheck]:
     with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
         spec = sync_bench.bench_spec(sync_bench.ON_ANY_DEVICE, "tiny", device, "vllm", Path(home), {"python": python})
         model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
         try:
             return asyncio.run(_served_and_asked(spec, model, Path(home)))
         except (TandemError, RuntimeError) as error:
-            return [Check("requests", "failed", f"{type(error).__name__}: {error}")]
+            return [OneCheck("requests", "failed", f"{type(error).__name__}: {error}")]
 
 
-async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[Check]:
+async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[OneCheck]:
     joined = run_engines.join(spec, model, home, unchecked=True)
     publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
@@ -164,17 +164,17 @@ async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[Ch
         joined.bridge.close()
 
 
-async def request_checks(served: ServedVersion) -> list[Check]:
+async def request_checks(served: ServedVersion) -> list[OneCheck]:
     """Send requests to the engine and compare its answers with the trainer's logprobs and version."""
     return [await _outcome(name, check, served) for name, check in _CHECKS.items()]
 
 
-async def _outcome(name: str, check: Callable[[ServedVersion], Any], served: ServedVersion) -> Check:
+async def _outcome(name: str, check: Callable[[ServedVersion], Any], served: ServedVersion) -> OneCheck:
     try:
         why = await check(served)
     except TandemError as error:
         why = f"{type(error).__name__}: {error}"
-    return Check(name, "failed" if why else "passed", why)
+    return OneCheck(name, "failed" if why else "passed", why)
 
 
 async def _counts(served: ServedVersion) -> str:

@@ -46,7 +46,7 @@ PROFILES: Mapping[str, Hardware] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class HardwareChoice:
     """A setting that the user left out, what was chosen for it, and why."""
 
     setting: str
@@ -54,7 +54,7 @@ class Choice:
     why: str
 
 
-def choose(spec: RunSpec, machine: Hardware) -> tuple[RunSpec, list[Choice]]:
+def choose(spec: RunSpec, machine: Hardware) -> tuple[RunSpec, list[HardwareChoice]]:
     """Return the spec with a value in place of each setting that was left out and that depends on the machine, and the
     choices. On a CPU, and for a model from scratch, the spec itself."""
     if (named := PROFILES.get(spec.profile)) is not None:
@@ -65,7 +65,7 @@ def choose(spec: RunSpec, machine: Hardware) -> tuple[RunSpec, list[Choice]]:
         machine = replace(named, vllm=machine.vllm)
     if machine.kind == "cpu" or isinstance(spec.model, PresetModel):
         on_cpu = spec.profile == "laptop" and spec.left_out("device")
-        choices = [Choice("device", "cpu", "profile = 'laptop'")] if on_cpu else []
+        choices = [HardwareChoice("device", "cpu", "profile = 'laptop'")] if on_cpu else []
         why = "for a CPU" if machine.kind == "cpu" else "a model from scratch is small"
         return spec.changed({"device": "cpu"}) if on_cpu else spec, [*choices, *_as_they_are(spec, why)]
     choices = _Choices(spec, machine)
@@ -83,7 +83,7 @@ def micro_tokens(memory_gib: float) -> int:
     return next((tokens for below, tokens in limits if memory_gib < below), 16384)
 
 
-def choices_text(choices: Sequence[Choice]) -> list[str]:
+def choices_text(choices: Sequence[HardwareChoice]) -> list[str]:
     """Return a line for each reason: the settings that were left out, what was chosen, and why."""
     return [
         f"left out: {', '.join(f'{each.setting} = {_shown(each.chosen)}' for each in found)}: {why}"
@@ -95,14 +95,14 @@ def _scores(spec: RunSpec) -> bool:
     return spec.algorithm is not None and spec.algorithm.kind == "reward_model"
 
 
-def _as_they_are(spec: RunSpec, why: str) -> list[Choice]:
+def _as_they_are(spec: RunSpec, why: str) -> list[HardwareChoice]:
     """Return the choices of a machine for which the defaults of docs/spec.md are right."""
     usual: dict[str, Any] = {"precision.weights": spec.precision.weights, "model.attention": spec.model.attention}
     if isinstance(spec, RlSpec):
         usual["engine.kind"] = spec.engine.kind
         if spec.engine.kind != "hf":
             usual["sync.bridge"] = spec.sync.bridge
-    return [Choice(setting, value, why) for setting, value in usual.items() if spec.left_out(setting)]
+    return [HardwareChoice(setting, value, why) for setting, value in usual.items() if spec.left_out(setting)]
 
 
 class _Choices:
@@ -111,7 +111,7 @@ class _Choices:
     def __init__(self, spec: RunSpec, machine: Hardware) -> None:
         self._spec, self._machine = spec, machine
         self.tables: dict[str, Any] = spec.as_written()
-        self.made: list[Choice] = []
+        self.made: list[HardwareChoice] = []
 
     def put(self, setting: str, value: Any, why: str) -> None:
         if not self._spec.left_out(setting):
@@ -120,7 +120,7 @@ class _Choices:
         for each in tables:
             table = table.setdefault(each, {})
         table[name] = value
-        self.made.append(Choice(setting, value, why))
+        self.made.append(HardwareChoice(setting, value, why))
 
     def numbers(self) -> None:
         """Choose the type of the weights, the attention and whether layers are compiled."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tandem.bridge.common.held_weights import Held
 from tandem.bridge.common.packer import Form
-from tandem.bridge.common.places import Place, Places, distinct, overlaps, whole_places
+from tandem.bridge.common.places import Places, TensorPlace, distinct, overlaps, whole_places
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.parts import Box
@@ -20,11 +20,11 @@ _MASK = 2**64 - 1
 
 def served_places(
     replies: Sequence[Mapping[str, object]], forms: Mapping[str, Form], num_receivers: int, mode: str
-) -> tuple[list[list[Place]], dict[str, list[list[Place]]]]:
+) -> tuple[list[list[TensorPlace]], dict[str, list[list[TensorPlace]]]]:
     """Return the places of each receiver, in order, and the same by engine. A receiver whose engine has told no boxes
     takes whole tensors."""
-    receivers: list[list[Place]] = []
-    engines: dict[str, list[list[Place]]] = {}
+    receivers: list[list[TensorPlace]] = []
+    engines: dict[str, list[list[TensorPlace]]] = {}
     for reply in replies:
         boxes = reply.get("boxes") or [None] * int(reply.get("workers", 1))  # pyright: ignore[reportArgumentType]
         own = [whole_places(forms) if each is None else _told(each, forms, mode) for each in boxes]  # pyright: ignore
@@ -36,9 +36,9 @@ def served_places(
     return receivers, engines
 
 
-def _told(boxes: Sequence[Sequence[object]], forms: Mapping[str, Form], mode: str) -> list[Place]:
+def _told(boxes: Sequence[Sequence[object]], forms: Mapping[str, Form], mode: str) -> list[TensorPlace]:
     try:
-        places = [Place(str(name), Box(*(int(number) for number in box))) for name, *box in boxes]  # pyright: ignore
+        places = [TensorPlace(str(name), Box(*(int(number) for number in box))) for name, *box in boxes]  # pyright: ignore
     except (TypeError, ValueError) as error:
         raise SyncError(f"{mode}: an engine's boxes are no names with four numbers each: {error}") from error
     if odd := next((place.name for place in places if place.name not in forms), None):
@@ -50,7 +50,7 @@ def expected_of_receivers(held: Sequence[Held], served: Sequence[Places], mode: 
     """Return the digest that each place of each receiver must have when it has arrived."""
     wanted = distinct(served)
     sums = [0] * len(wanted)
-    seen = set[Place]()
+    seen = set[TensorPlace]()
     for rank, each in enumerate(held):
         common = list(overlaps(each.places, wanted))
         if len(common) != len(each.cuts):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.bridge.collective.control_channel import ControlChannel
-from tandem.bridge.collective.plan import Bucket, Plan, make_plan
+from tandem.bridge.collective.plan import Bucket, SendPlan, make_plan
 from tandem.bridge.collective.process_group import Group, Message
 from tandem.bridge.common import manifest as wire
 from tandem.bridge.common.deadline import Deadline
@@ -23,8 +23,8 @@ from tandem.bridge.common.held_weights import HeldWeights
 from tandem.bridge.common.manifest import checksum, dtype_named, padded
 from tandem.bridge.common.packer import Form
 from tandem.bridge.common.places import (
-    Place,
     Places,
+    TensorPlace,
     cut,
     from_numbers,
     matrix,
@@ -67,7 +67,7 @@ class BoxTable:
             raise SyncError(f"{mode}: the table of boxes does not say what this release writes: {error}") from error
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> SendPlan:
         return make_plan(sizes_of(self.forms), self.held, self.served, self._bucket_bytes)
 
 
@@ -99,7 +99,7 @@ class SentWeights(HeldWeights):
     """A version, as far as this rank holds it; it goes as boxes."""
 
     @torch.no_grad()
-    def send(self, plan: Plan, rank: int, first_receiver: int, group: Group, deadline: Deadline) -> None:
+    def send(self, plan: SendPlan, rank: int, first_receiver: int, group: Group, deadline: Deadline) -> None:
         """Send what the plan says. Each bucket is filled while the one before travels. `first_receiver`: the rank in
         the group of receiver 0."""
         failed = f"version {self._weights.version} was not taken"
@@ -135,7 +135,7 @@ class _PartsInOrder:
         }
         self._kept: dict[str, Part] = {}
 
-    def cut(self, place: Place) -> Tensor:
+    def cut(self, place: TensorPlace) -> Tensor:
         while place.name not in self._kept:
             part = next(self._parts, None)
             if part is None:
@@ -168,7 +168,7 @@ class StagedBoxes:
             offsets.append(padded(end))
             end = offsets[-1] + box.num_elements * dtype_named(forms[name].dtype).itemsize
         self._raw = torch.empty(end, dtype=torch.uint8, device=device)
-        self._by_name: defaultdict[str, list[tuple[Place, Tensor]]] = defaultdict(list)
+        self._by_name: defaultdict[str, list[tuple[TensorPlace, Tensor]]] = defaultdict(list)
         for place, offset in zip(places, offsets, strict=True):
             values = _in_bucket(self._raw, place.box, offset, dtype_named(forms[place.name].dtype))
             self._by_name[place.name].append((place, values))
@@ -226,7 +226,7 @@ class StagedBoxes:
             before = works, copies
         group.finish(failed, deadline)
 
-    def _target(self, part: Place) -> Tensor:
+    def _target(self, part: TensorPlace) -> Tensor:
         for place, values in self._by_name[part.name]:
             if place.box.overlap(part.box) == part.box:
                 return cut(values, place.box, part.box)

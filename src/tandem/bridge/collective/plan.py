@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.bridge.common.places import Place, Places, Sizes, by_name, holders
+from tandem.bridge.common.places import Places, Sizes, TensorPlace, by_name, holders
 from tandem.ops.parts import Box
 
 
 class Cut(NamedTuple):
     """A rectangle that travels from one rank to one receiver."""
 
-    place: Place
+    place: TensorPlace
     offset: int
     """Its first byte in the bucket."""
 
@@ -44,7 +44,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SendPlan:
     rounds: Sequence[Round]
 
     def rounds_of_rank(self, rank: int) -> list[list[Bucket]]:
@@ -66,7 +66,7 @@ class Plan:
         return sum(size for each in self.rounds for size in each.sizes.values())
 
 
-def make_plan(sizes: Sizes, held: Sequence[Places], served: Sequence[Places], bucket_bytes: int) -> Plan:
+def make_plan(sizes: Sizes, held: Sequence[Places], served: Sequence[Places], bucket_bytes: int) -> SendPlan:
     """Return the plan. Tensors travel in the order of `sizes`. `held`: of each rank, checked by `check_held`. `served`:
     of each receiver, checked by `check_served`."""
     owners = by_name(chosen_owners(sizes, held))
@@ -80,14 +80,14 @@ def make_plan(sizes: Sizes, held: Sequence[Places], served: Sequence[Places], bu
             if (both := held_box.overlap(served_box)) is not None
         ]
         rounds.add(name, cuts, size.itemsize)
-    return Plan(rounds.close())
+    return SendPlan(rounds.close())
 
 
-def chosen_owners(sizes: Sizes, held: Sequence[Places]) -> list[tuple[Place, int]]:
+def chosen_owners(sizes: Sizes, held: Sequence[Places]) -> list[tuple[TensorPlace, int]]:
     """Return each box with the rank that sends it. Of several ranks that hold it, take the one with the least to send
     so far."""
     bytes_of = [0] * len(held)
-    found: list[tuple[Place, int]] = []
+    found: list[tuple[TensorPlace, int]] = []
     for place, ranks in holders(held).items():
         rank = min(ranks, key=lambda each: (bytes_of[each], each))
         bytes_of[rank] += place.box.num_elements * sizes[place.name].itemsize
@@ -128,7 +128,7 @@ class _Rounds:
         for rank, receiver, box in cuts:
             pair = rank, receiver
             offset = -(-self._sizes[pair] // itemsize) * itemsize
-            self._buckets[pair].append(Cut(Place(name, box), offset))
+            self._buckets[pair].append(Cut(TensorPlace(name, box), offset))
             self._sizes[pair] = offset + box.num_elements * itemsize
 
     def close(self) -> list[Round]:

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from tandem.bridge.common.manifest import dtype_named
 from tandem.bridge.common.packer import Form
-from tandem.bridge.common.places import Place, Places, Sizes, cut, from_numbers, holders, matrix, place_of, to_numbers
+from tandem.bridge.common.places import (
+    Places,
+    Sizes,
+    TensorPlace,
+    cut,
+    from_numbers,
+    holders,
+    matrix,
+    place_of,
+    to_numbers,
+)
 from tandem.errors import RanksDiverged, SyncError
 from tandem.ops import digest
 from tandem.ops.named_tensors import Finite
@@ -57,13 +67,13 @@ class HeldWeights:
     def digest(self, served: Places, phases: Phases) -> Held:
         """Return the boxes that this rank holds, and the digests. SyncError if a tensor cannot be served in the form
         that receivers have told. `served`: the distinct places of all receivers."""
-        wanted: defaultdict[str, list[Place]] = defaultdict(list)
+        wanted: defaultdict[str, list[TensorPlace]] = defaultdict(list)
         for place in served:
             wanted[place.name].append(place)
-        places: list[Place] = []
-        cuts: list[Place] = []
-        numbers: dict[Place, int] = {}
-        pending: list[tuple[Place, Tensor]] = []
+        places: list[TensorPlace] = []
+        cuts: list[TensorPlace] = []
+        numbers: dict[TensorPlace, int] = {}
+        pending: list[tuple[TensorPlace, Tensor]] = []
         pending_bytes = 0
         finite = Finite()
 
@@ -81,7 +91,9 @@ class HeldWeights:
             finite.add(part.name, values)
             own = place_of(part)
             common = [
-                Place(part.name, both) for each in wanted[part.name] if (both := own.box.overlap(each.box)) is not None
+                TensorPlace(part.name, both)
+                for each in wanted[part.name]
+                if (both := own.box.overlap(each.box)) is not None
             ]
             places.append(own)
             cuts += common
@@ -137,7 +149,7 @@ class StaleRanks:
     def __init__(self, mode: str) -> None:
         self._mode = mode
         self._version = -1
-        self._before: list[dict[Place, int]] = []
+        self._before: list[dict[TensorPlace, int]] = []
 
     def check(self, held: Sequence[Held], version: int, sizes: Sizes) -> None:
         """RanksDiverged if some ranks state the very digests of the version before, although on every other rank most
@@ -162,5 +174,5 @@ class StaleRanks:
                 )
         self._remember(version, now)
 
-    def _remember(self, version: int, now: list[dict[Place, int]]) -> None:
+    def _remember(self, version: int, now: list[dict[TensorPlace, int]]) -> None:
         self._version, self._before = version, now

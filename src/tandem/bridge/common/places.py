@@ -15,7 +15,7 @@ from tandem.ops.parts import Box, box_of_rank, rows_and_cols
 from tandem.types import Part
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A rectangle of a named tensor, which a rank holds or a receiver serves."""
 
     name: str
@@ -38,23 +38,23 @@ class TensorSize(NamedTuple):
 
 Sizes = Mapping[str, TensorSize]
 
-Places = Sequence[Place]
+Places = Sequence[TensorPlace]
 
 
 def sizes_of(forms: Mapping[str, Form]) -> dict[str, TensorSize]:
     return {name: TensorSize(tuple(form.shape), dtype_named(form.dtype).itemsize) for name, form in forms.items()}
 
 
-def whole_places(forms: Mapping[str, Form]) -> list[Place]:
-    return [Place(name, size.whole) for name, size in sizes_of(forms).items()]
+def whole_places(forms: Mapping[str, Form]) -> list[TensorPlace]:
+    return [TensorPlace(name, size.whole) for name, size in sizes_of(forms).items()]
 
 
-def place_of(part: Part) -> Place:
+def place_of(part: Part) -> TensorPlace:
     rows, cols = rows_and_cols(part.tensor.shape)
-    return Place(part.name, Box(part.row_start, part.row_start + rows, part.col_start, part.col_start + cols))
+    return TensorPlace(part.name, Box(part.row_start, part.row_start + rows, part.col_start, part.col_start + cols))
 
 
-def distinct(served: Sequence[Places]) -> list[Place]:
+def distinct(served: Sequence[Places]) -> list[TensorPlace]:
     return list(dict.fromkeys(place for places in served for place in places))
 
 
@@ -64,30 +64,30 @@ def to_numbers(places: Places, forms: Mapping[str, Form]) -> list[int]:
     return [number for name, box in places for number in (position[name], *box)]
 
 
-def from_numbers(numbers: Sequence[int], forms: Mapping[str, Form]) -> list[Place]:
+def from_numbers(numbers: Sequence[int], forms: Mapping[str, Form]) -> list[TensorPlace]:
     names = list(forms)
     if any(type(number) is not int or number < 0 for number in numbers) or len(numbers) % 5:
         raise ValueError("a box is five numbers, none below 0")
     fives = (numbers[at : at + 5] for at in range(0, len(numbers), 5))
-    return [Place(names[name], Box(*box)) for name, *box in fives]
+    return [TensorPlace(names[name], Box(*box)) for name, *box in fives]
 
 
-def holders(held: Sequence[Places]) -> dict[Place, list[int]]:
+def holders(held: Sequence[Places]) -> dict[TensorPlace, list[int]]:
     """Return the ranks that hold each box."""
-    found: defaultdict[Place, list[int]] = defaultdict(list)
+    found: defaultdict[TensorPlace, list[int]] = defaultdict(list)
     for rank, places in enumerate(held):
         for place in places:
             found[place].append(rank)
     return dict(found)
 
 
-def overlaps(some: Places, others: Places) -> Iterator[tuple[int, int, Place]]:
+def overlaps(some: Places, others: Places) -> Iterator[tuple[int, int, TensorPlace]]:
     """Yield each common rectangle with the positions in both lists, ordered by them."""
     theirs = by_name((place, number) for number, place in enumerate(others))
     for number, (name, box) in enumerate(some):
         for other, position in theirs[name]:
             if (both := box.overlap(other)) is not None:
-                yield number, position, Place(name, both)
+                yield number, position, TensorPlace(name, both)
 
 
 # --- checks
@@ -117,7 +117,7 @@ def check_served(sizes: Sizes, engines: Mapping[str, Sequence[Places]]) -> None:
 
 
 def _check_names(sizes: Sizes, places: Places, who: str) -> None:
-    seen = set[Place]()
+    seen = set[TensorPlace]()
     for place in places:
         if place.name not in sizes:
             raise SyncError(f"{who} names '{place.name}', which is not served")
@@ -139,14 +139,14 @@ def _check_tiled(sizes: Sizes, holders: Sequence[Places], who: str) -> None:
         for number, box in enumerate(found):
             for other in found[:number]:
                 if (both := box.overlap(other)) is not None:
-                    raise SyncError(f"{who} name {Place(name, both)} more than once, as parts of different boxes")
+                    raise SyncError(f"{who} name {TensorPlace(name, both)} more than once, as parts of different boxes")
         covered, whole = sum(box.num_elements for box in found), size.whole.num_elements
         if covered != whole:
             raise SyncError(f"{who} name {covered} of the {whole} elements of '{name}'; the others are left out")
 
 
 def by_name(
-    places: Iterator[tuple[Place, int]] | Sequence[tuple[Place, int]],
+    places: Iterator[tuple[TensorPlace, int]] | Sequence[tuple[TensorPlace, int]],
 ) -> defaultdict[str, list[tuple[Box, int]]]:
     found: defaultdict[str, list[tuple[Box, int]]] = defaultdict(list)
     for (name, box), number in places:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from tandem.bridge.common.held_weights import Held, HeldWeights, StaleRanks, fingerprints
 from tandem.bridge.common.manifest import dtype_named
 from tandem.bridge.common.packer import Form
-from tandem.bridge.common.places import Place, check_held, holders, place_of, sizes_of
+from tandem.bridge.common.places import TensorPlace, check_held, holders, place_of, sizes_of
 from tandem.errors import SyncError
 from tandem.io import row_file
 from tandem.io.rank_answers import tried, what_failed
@@ -126,7 +126,9 @@ class RankFiles:
         return Weights(weights.version, weights.kind, weights.tensors, rows=parts)
 
 
-def _served(weights: Weights, forms: Mapping[str, Form], names: Container[str], own: Set[Place]) -> Iterator[Part]:
+def _served(
+    weights: Weights, forms: Mapping[str, Form], names: Container[str], own: Set[TensorPlace]
+) -> Iterator[Part]:
     """Yield the parts of these tensors that are this rank's to write, in the type that engines serve."""
     for part in weights.parts():
         if part.name in names and part.tensor.numel() and place_of(part) in own:

@@ -154,7 +154,7 @@ class Connection:
             self._set_gone(self._describe(error))
         else:
             if status["boot_id"] != self.boot_id:
-                self._set_gone(_started_anew(self.url))
+                self._set_gone(_was_restarted(self.url))
         if self.gone.is_set():
             raise EngineLost(self.why) from error
 
@@ -192,7 +192,7 @@ class Connection:
             return f"engine: {self.url} answers {answer.status_code}: it is not the attached engine"
         status = answer.json()
         if status["boot_id"] != self.boot_id:
-            return _started_anew(self.url)
+            return _was_restarted(self.url)
         if status["state"] == "dead" or (status["state"] == "torn" and self._loaded):
             return str(status["why"])
         return ""
@@ -255,5 +255,5 @@ def _checked(url: str, answer: HttpResponse) -> Mapping[str, Any]:
     return body
 
 
-def _started_anew(url: str) -> str:
+def _was_restarted(url: str) -> str:
     return f"engine: {url} was restarted; the attachment is gone"

@@ -19,7 +19,7 @@ from tandem.data.load import DataSplit
 from tandem.env.builtin.split import SPLITS
 from tandem.env.expected import Expected
 from tandem.env.prompts.prompt_rows import PromptRow, data_spec, load_prompts
-from tandem.env.prompts.reward_functions import Answer, Reward, load_rewards, total
+from tandem.env.prompts.reward_functions import GradedAnswer, Reward, load_rewards, total
 from tandem.errors import SpecError
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
@@ -73,7 +73,7 @@ class Prompts:
             asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
             return await chat.judge(asked)
 
-        answer = Answer(reply.text, row.prompt, row.messages, row.columns, f"{row.source}:{row.row}", judge)
+        answer = GradedAnswer(reply.text, row.prompt, row.messages, row.columns, f"{row.source}:{row.row}", judge)
         reward, metrics = await total(self._rewards, answer)
         return Outcome(reward, metrics)
 

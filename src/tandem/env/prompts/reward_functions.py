@@ -30,7 +30,7 @@ Item = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GradedAnswer:
     """What reward functions can ask for."""
 
     text: str
@@ -60,7 +60,7 @@ class Reward:
         needs = ready_rewards.needs_of(self.function)
         return needs or tuple(name for name in _parameters(self.function) if name not in _BY_NAME)
 
-    async def value(self, answer: Answer) -> float | None:
+    async def value(self, answer: GradedAnswer) -> float | None:
         """Return the reward of one answer; None where the function says that it does not apply. EpisodeFailed names
         function, row and answer."""
         try:
@@ -94,7 +94,7 @@ class Reward:
                     f"{FIELD} = '{self.fn}': asks for {each.name}; there is {', '.join(dict.fromkeys(has))}"
                 )
 
-    def _one(self, answer: Answer) -> object:
+    def _one(self, answer: GradedAnswer) -> object:
         known = {"prompt": answer.prompt, "messages": list(answer.messages), "row": dict(answer.columns)}
         known = {**known, "judge": answer.judge, **answer.columns}
         rest = list(_parameters(self.function).values())[1:]
@@ -103,7 +103,7 @@ class Reward:
         named |= {each.name: known[each.name] for each in rest if each.name in known}
         return self.function(answer.text, **named)
 
-    def _arguments(self, answer: Answer) -> dict[str, Any]:
+    def _arguments(self, answer: GradedAnswer) -> dict[str, Any]:
         """Return what TRL passes: lists, with strings for a prompt that is a string, and messages for messages."""
         is_chat = not isinstance(answer.prompt, str)
         completion = [{"role": "assistant", "content": answer.text}] if is_chat else answer.text
@@ -115,14 +115,14 @@ class Reward:
             return known
         return {each.name: known[each.name] for each in parameters if each.name in known}
 
-    def _only(self, values: object, answer: Answer) -> object:
+    def _only(self, values: object, answer: GradedAnswer) -> object:
         listed = cast("Any", values)
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or len(listed) != 1:
             text = f"returned {values!r:.80}; with `completions` it returns a list, one number for each answer"
             raise self._failed("not_a_number", text, answer)
         return listed[0]
 
-    def _number(self, value: object, answer: Answer) -> float:
+    def _number(self, value: object, answer: GradedAnswer) -> float:
         try:
             number = math.nan if isinstance(value, str | bytes) else float(cast("Any", value))
         except (TypeError, ValueError):
@@ -131,11 +131,11 @@ class Reward:
             raise self._failed("not_a_number", f"returned {value!r:.80}; return a finite number, {NUMBERS}", answer)
         return number
 
-    def _failed(self, kind: str, text: str, answer: Answer) -> EpisodeFailed:
+    def _failed(self, kind: str, text: str, answer: GradedAnswer) -> EpisodeFailed:
         return EpisodeFailed(kind, f"reward '{self.fn}' {text}; {answer.source}, the answer {answer.text!r:.200}")
 
 
-async def total(rewards: Sequence[Reward], answer: Answer) -> tuple[float, dict[str, float]]:
+async def total(rewards: Sequence[Reward], answer: GradedAnswer) -> tuple[float, dict[str, float]]:
     """Return the weighted sum of all rewards, and each one's value by its name."""
     values = await asyncio.gather(*(reward.value(answer) for reward in rewards))
     found = [(reward, value) for reward, value in zip(rewards, values, strict=True) if value is not None]

@@ -28,7 +28,7 @@ from tandem.io.gguf.families import (
 from tandem.io.gguf.header import Gguf, read_gguf
 from tandem.io.gguf.metadata import metadata_of, rope_of
 from tandem.io.gguf.tokenizer_fields import tokenizer_fields
-from tandem.io.safetensors_format import Stored, read_header
+from tandem.io.safetensors_format import StoredTensor, read_header
 
 GgufKind: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_1"]
 
@@ -79,7 +79,7 @@ class _Weights:
     """The tensors of a directory's safetensors files. `places`: file and place of each, by its name in transformers."""
 
     def __init__(self, directory: Path) -> None:
-        self.places: dict[str, tuple[Path, Stored]] = {}
+        self.places: dict[str, tuple[Path, StoredTensor]] = {}
         for path in sorted(directory.glob("*.safetensors")):
             with path.open("rb") as file:
                 self.places |= {name: (path, place) for name, place in read_header(file.fileno(), path).items()}

@@ -29,7 +29,7 @@ from tandem.runs.planner.rank_share import Rank
 from tandem.runs.planner.step_time import Times, times
 from tandem.runs.planner.workload import Work, work_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
-from tandem.spec.hardware import Choice
+from tandem.spec.hardware import HardwareChoice
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
@@ -85,7 +85,7 @@ class Plan:
     faster: Sequence[str]
     """Settings that leave less of what is there unused."""
     assumed: Sequence[str]
-    chosen: Sequence[Choice] = ()
+    chosen: Sequence[HardwareChoice] = ()
     """Settings that the spec leaves out, as chosen for this machine."""
 
     def as_json(self) -> dict[str, Any]:

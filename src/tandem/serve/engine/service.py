@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.errors import EngineError, SyncError, TandemError
 from tandem.io.engine_messages import StreamEnd, Tokens, code_of, encoded, line, served_as_json
 from tandem.serve.engine.link_rules import Allowed
-from tandem.serve.engine.weight_control import Caller, LocalEngine, OpenSource, WeightControl
+from tandem.serve.engine.weight_control import LocalEngine, OpenSource, WeightCaller, WeightControl
 from tandem.serve.http.openapi_document import LINES, speaks
 from tandem.serve.http.refusals import RequestRefused, as_refused, refusal
 from tandem.serve.http.service import HotRoute, Service, unless_gone
@@ -113,8 +113,8 @@ class CallerBody(_EngineBody):
     boot_id: str = Field(max_length=128)
 
     @property
-    def caller(self) -> Caller:
-        return Caller(self.attachment, self.boot_id)
+    def caller(self) -> WeightCaller:
+        return WeightCaller(self.attachment, self.boot_id)
 
 
 class LoadBody(CallerBody):

@@ -60,7 +60,7 @@ OpenSource: TypeAlias = Callable[[Mapping[str, Any]], EngineEnd]
 
 
 @dataclass(frozen=True)
-class Caller:
+class WeightCaller:
     """The sender of a request about weights: its attachment, and the engine process that it attached to."""
 
     attachment: int
@@ -196,7 +196,7 @@ class WeightControl:
             raise _fenced()
         self._check_writer(process)
         self._attachments += 1
-        caller = Caller(self._attachments, self._engine.boot_id)
+        caller = WeightCaller(self._attachments, self._engine.boot_id)
         source = await self._open(link)  # first: an unreachable trainer must not replace a reachable one
         try:
             if caller.attachment < self._attachment:
@@ -239,7 +239,7 @@ class WeightControl:
         await self._engine.attach(source)
         self._source = source
 
-    async def load(self, caller: Caller, version: int, deadline_s: float) -> Served:
+    async def load(self, caller: WeightCaller, version: int, deadline_s: float) -> Served:
         async with self._turn_of(caller):
             carries = "" if self._source is None else self._source.carries
             if self.why_torn and carries == "adapter":
@@ -273,13 +273,13 @@ class WeightControl:
         if load is self._loading:
             load.cancel()
 
-    async def sleep(self, caller: Caller, *, lease_s: float, writing: bool) -> dict[str, int]:
+    async def sleep(self, caller: WeightCaller, *, lease_s: float, writing: bool) -> dict[str, int]:
         """Pause the engine, or renew the lease of the pause."""
         async with self._turn_of(caller):
             await self._begin_pause(lease_s, writing=writing)
             return {"lent_bytes": self._engine.lent_bytes}
 
-    async def wake(self, caller: Caller) -> None:
+    async def wake(self, caller: WeightCaller) -> None:
         async with self._turn_of(caller):
             if self._pause is None:
                 return
@@ -305,20 +305,20 @@ class WeightControl:
     # --- turns
 
     @asynccontextmanager
-    async def _turn_of(self, caller: Caller) -> AsyncIterator[None]:
+    async def _turn_of(self, caller: WeightCaller) -> AsyncIterator[None]:
         self._check(caller)
         async with self._turn:
             self._check(caller)  # another trainer may have attached while it waited
             yield
 
-    def _check(self, caller: Caller) -> None:
+    def _check(self, caller: WeightCaller) -> None:
         self._check_attachment(caller)
         if self._abandoned:
             raise RequestRefused(
                 409, "engine: your pause ran out; attach again", field="attachment", code="engine_lost"
             )
 
-    def _check_attachment(self, caller: Caller) -> None:
+    def _check_attachment(self, caller: WeightCaller) -> None:
         self.check_boot(caller.boot_id)
         if caller.attachment > self._attachment:
             raise RequestRefused(422, f"there was no attachment {caller.attachment}", field="attachment")
