@@ -32,6 +32,8 @@ SLOW = {
     "http/test_online_kl_gate.py": "an online server of its own, whose gate rejects a lesson",
     "http/test_dashboard.py": "a whole run, and a browser where there is one",
     "http/test_dashboard_served.py": "a control plane's whole runs, and a browser where there is one",
+    "http/test_online_page.py": "an online server, and a browser where there is one",
+    "http/test_rollouts_page.py": "a rollout service that is killed, and a browser where there is one",
     "http/test_env_serve.py": "environments in processes of their own, against a service",
     "unit/test_typed_api.py": "pyright on a script with every public call",
     "unit/test_compiled_layers.py": "the compiler at work on layers with adapters",
