@@ -116,19 +116,23 @@ class ServerDesk:
         return []
 
     def place(self, run: str) -> Path:
-        if not is_run_id(run):
-            raise RunError(f"run = '{run[:60]}': must be the id of a run; list_runs says which there are")
+        mirror = self._mirror(run)
         with self.server() as server:
             server.run(run).info()  # refuses a run that this key may not see
+        return mirror
+
+    def _mirror(self, run: str) -> Path:
+        if not is_run_id(run):
+            raise RunError(f"run = '{run[:60]}': must be the id of a run; list_runs says which there are")
         return self._mirrors / run
 
     def sight(self, run: str) -> Row:
-        place = self.place(run)
+        place = self._mirror(run)  # the server is asked below
         with self.server() as server:
             return look_remote(server.run(run), place)
 
     def explained(self, run: str) -> Row:
-        place = self.place(run)
+        place = self._mirror(run)
         with self.server() as server:
             return explain_remote(server.run(run), place)
 

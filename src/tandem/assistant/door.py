@@ -54,7 +54,7 @@ class AssistantDoor:
 
     async def close(self) -> None:
         """Wait until the sessions have ended."""
-        self._ended.set()
+        self.end()
         if self._running is not None:
             with suppress(asyncio.CancelledError, Exception):
                 await self._running

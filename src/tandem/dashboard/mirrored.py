@@ -11,18 +11,14 @@ from tandem.errors import NotKnown, RunError
 from tandem.obs.run_history import History, read_history
 from tandem.runs.explain import explain_run
 from tandem.runs.liveness import read_sign
+from tandem.runs.named_runs import sight_of
 from tandem.runs.run_list import run_row
-from tandem.runs.watch import look
-from tandem.shapes.runs import AttemptInfo, RunInfo
+from tandem.shapes.runs import ENDED, AttemptInfo, RunInfo
 
 EndedRows = dict[str, tuple[int, Found]]
 """Rows of runs that have ended, by their ids, each with the time of that end."""
 
 _MOST_KEPT = 5000
-_ENDED = ("succeeded", "failed", "cancelled", "stopped")
-_NOTHING_YET: Found = {
-    "stage": "", "step": 0, "steps_total": 0, "verdict": "", "metrics": {}, "events": [], "attempts": [],
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +49,25 @@ class MirroredRuns(Runs):
 
     def _mirrored_row(self, info: RunInfo) -> Found:
         before = self._ended.get(info.id)
-        if before is not None and before[0] == info.ended_at and info.state in _ENDED:
+        if before is not None and before[0] == info.ended_at and info.state in ENDED:
             return before[1]
-        place, asked = self.place(info.id), info.want != "run" and info.state not in _ENDED
+        place, asked = self.place(info.id), info.want != "run" and info.state not in ENDED
         row, sign = run_row(place), read_sign(place)
         stage = sign.stage if sign is not None and info.state == "running" else ""
         server = {
-            "run": info.id, "title": info.name, "state": info.state, "liveness": liveness(info), "at": info.at,
+            "run": info.id, "title": info.name, "state": info.state, "at": info.at,
             "error": first_line(info.why or row["error"]), "project": info.project, "target": info.target,
             "stage": f"{stage}; asked to {info.want}" if asked else stage, "cost_usd": info.cost_usd,
         }  # fmt: skip
         found = plain({"step": 0, "steps_total": 0, **row, **server})
-        if info.state in _ENDED:
+        if info.state in ENDED:
             while len(self._ended) >= _MOST_KEPT:
                 self._ended.pop(next(iter(self._ended)))
             self._ended[info.id] = (info.ended_at, found)
         return found
 
     def sight(self, name: str) -> Found:
-        info = self._told[name].info
-        try:
-            seen = look(self.place(name))
-        except RunError:  # its first files have not come
-            seen = _NOTHING_YET
-        return {**seen, "state": info.state, "liveness": liveness(info), "attempts": self._attempts(name)}
+        return sight_of(self._told[name].info, self.place(name)) | {"attempts": self._attempts(name)}
 
     def history(self, name: str) -> History:
         try:
@@ -99,7 +90,7 @@ class MirroredRuns(Runs):
         found, info = super().overview(name), self._told[name].info
         if info.state in ("queued", "starting", "waiting"):
             found["headline"] = _BEFORE[info.state].format(target=info.target)
-        elif info.state in _ENDED and found["state"] != info.state:  # its last files came before its end
+        elif info.state in ENDED and found["state"] != info.state:  # its last files came before its end
             found["headline"] = f"{info.state.capitalize()} at step {found['stands']['step']:,}."
         server = {
             "Project": info.project, "Group": info.group, "Target": info.target,
@@ -123,10 +114,3 @@ _BEFORE = {
     "starting": "Its job on {target} is asked for, and has not begun.",
     "waiting": "Its last attempt failed; a further one follows on {target}.",
 }
-
-
-def liveness(info: RunInfo) -> str:
-    """Return how a run stands, as `tandem watch` says it of a run elsewhere."""
-    if info.state in _ENDED:
-        return "ended"
-    return f"attempt {info.attempt}" if info.attempt else "not begun"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.client import RemoteRun
+    from tandem.shapes.runs import RunInfo
 
 _NOTHING_YET: dict[str, Any] = {
     "stage": "", "step": 0, "steps_total": 0, "quiet_s": None, "limit_s": None, "metrics": {}, "events": [],
@@ -43,19 +44,23 @@ def mirror_of(run_id: str) -> Path:
 def look_remote(run: RemoteRun, mirror: Path | None = None) -> dict[str, Any]:
     """Look at a run: what its mirror says, and its state, which the control plane says. `mirror`: its directory;
     default: it is pulled."""
+    info = run.info()
+    return sight_of(info, mirror or run.pull(mirror_of(run.id)).directory)
+
+
+def sight_of(info: RunInfo, directory: Path) -> dict[str, Any]:
+    """Return how a run on a control server stands, from the server's word on it and its mirror."""
     from tandem.client.requests import settled
     from tandem.errors import RunError
     from tandem.runs.watch import look
 
-    info = run.info()
-    directory = mirror or run.pull(mirror_of(run.id)).directory
     try:
         sight = look(directory)
     except RunError:  # its first files have not arrived
         sight = dict(_NOTHING_YET)
     ended = settled(info)
     return sight | {
-        "run": run.id,
+        "run": info.id,
         "state": info.state,
         "liveness": "ended" if ended else f"attempt {info.attempt}" if info.attempt else "not begun",
         "supervised": False,
