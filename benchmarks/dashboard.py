@@ -151,9 +151,8 @@ def through_control(control: Control, asked: argparse.Namespace) -> list[list[An
     try:
         run = control.submit(100_000)
         until(lambda: control.steps(run) >= 20)
-        token = (control.home / "data/token").read_text().strip()
         with browsing(control.home / "profile") as browser:
-            page = Page(browser, f"http://127.0.0.1:{control.port}/#token={token}")
+            page = Page(browser, f"http://127.0.0.1:{control.port}/#token={control.token}")
             page.wait_for("document.querySelectorAll('tbody tr').length > 0", 60)
             page.run(f"void (location.hash = '#/run/{run}')")
             page.wait_for("/Step \\d+/.test(document.body.innerText)", 60)

@@ -39,14 +39,6 @@ def ended(control: Control) -> str:
     return run
 
 
-def operator(control: Control) -> str:
-    return (control.home / "data/token").read_text().strip()
-
-
-def key(control: Control, *scopes: str, **more: Any) -> str:
-    return control.ask("POST", "/api/keys", {"name": "assistant", "scopes": list(scopes), **more})["key"]
-
-
 def url(control: Control) -> str:
     return f"http://127.0.0.1:{control.port}/mcp"
 
@@ -100,7 +92,7 @@ def runs(control: Control) -> int:
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 def test_an_assistant_plans_submits_watches_and_explains(control: Control, mode: str):
-    token, asked = key(control, "runs:read", "runs:write"), list[str]()
+    token, asked = control.key("runs:read", "runs:write"), list[str]()
     arguments = planned(control, token, 2)
     yes = answering("accept", {"yes": True}, asked)
     run = call(control, token, "submit", arguments, yes, mode)["run"]
@@ -130,7 +122,7 @@ def test_every_tool_that_reads_answers(control: Control, ended: str):
         found["the spec"] = spec.contents[0].text  # type: ignore[union-attr]
         return found
 
-    found = with_client(control, key(control, "runs:read", "runs:write"), use)
+    found = with_client(control, control.key("runs:read", "runs:write"), use)
     assert found.pop("the spec") == (control.mirror(ended) / "spec.toml").read_text()
     assert found.keys() == {*arguments, *READING}
     assert [name for name, result in found.items() if result.is_error] == []
@@ -142,7 +134,7 @@ def test_every_tool_that_reads_answers(control: Control, ended: str):
     ("action", "content"), [("decline", None), ("cancel", None), ("accept", {"yes": False}), ("accept", {"yes": "no"})]
 )
 def test_nothing_is_spent_without_a_yes(control: Control, ended: str, action: str, content: Any, mode: str):
-    token, asked = key(control, "runs:read", "runs:write"), list[str]()
+    token, asked = control.key("runs:read", "runs:write"), list[str]()
     arguments, before = planned(control, token, 2), runs(control)
     for _ in range(5):  # 120 in all
         for name, more in (("submit", arguments), ("resume", {"run": ended}), ("cancel", {"run": ended})):
@@ -154,15 +146,15 @@ def test_nothing_is_spent_without_a_yes(control: Control, ended: str, action: st
 
 
 def test_a_client_that_cannot_ask_is_told_the_command(control: Control):
-    token = key(control, "runs:read", "runs:write")
+    token = control.key("runs:read", "runs:write")
     arguments, before = planned(control, token, 2), runs(control)
     assert "a person can run: tandem submit SPEC --target here" in call(control, token, "submit", arguments)
     assert runs(control) == before
 
 
 def test_what_a_key_may_not_do_an_assistant_with_it_may_not(control: Control, ended: str):
-    reader, asked = key(control, "runs:read"), list[str]()
-    arguments, before = planned(control, operator(control), 2), runs(control)
+    reader, asked = control.key("runs:read"), list[str]()
+    arguments, before = planned(control, control.token, 2), runs(control)
     yes = answering("accept", {"yes": True}, asked)
     assert "call plan first" in call(control, reader, "submit", arguments, yes)  # the plan is another key's
     refused = "this key has not the scope 'runs:write'"
@@ -170,9 +162,9 @@ def test_what_a_key_may_not_do_an_assistant_with_it_may_not(control: Control, en
     for name in ("resume", "cancel"):
         assert refused in call(control, reader, name, {"run": ended}, yes)
     assert runs(control) == before
-    assert "this key has not the scope 'runs:read'" in call(control, key(control, "keys"), "list_runs", {})
+    assert "this key has not the scope 'runs:read'" in call(control, control.key("keys"), "list_runs", {})
     control.ask("POST", "/api/projects", {"name": "other"})
-    other = key(control, "runs:read", project="other")
+    other = control.key("runs:read", project="other")
     assert call(control, other, "list_runs", {})["runs"] == []
     for name in READING:
         assert "there is no run" in call(control, other, name, {"run": ended})
@@ -182,11 +174,11 @@ def test_what_a_key_may_not_do_an_assistant_with_it_may_not(control: Control, en
 @pytest.mark.parametrize("run", ["..", "/etc", "../token", "nothing"])
 def test_only_runs_of_the_server_are_read(control: Control, run: str):
     for name in READING:
-        assert "must be the id of a run" in call(control, operator(control), name, {"run": run})
+        assert "must be the id of a run" in call(control, control.token, name, {"run": run})
 
 
 def test_the_gate_stands_before_it_and_a_session_is_its_keys(control: Control):
-    mine, other = key(control, "runs:read"), key(control, "runs:read")
+    mine, other = control.key("runs:read"), control.key("runs:read")
     headers = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
 
     def post(token: str, body: Any, **more: str) -> httpx.Response:
@@ -208,7 +200,7 @@ def test_the_gate_stands_before_it_and_a_session_is_its_keys(control: Control):
 def test_a_server_with_an_open_session_ends_without_waiting_for_it(control: Control):
     """Its client listens for what the server may ask, for as long as the session lives."""
     headers = {
-        "Accept": "application/json, text/event-stream", "Authorization": f"Bearer {operator(control)}",
+        "Accept": "application/json, text/event-stream", "Authorization": f"Bearer {control.token}",
     }  # fmt: skip
     with httpx.Client(headers=headers, timeout=60) as client:
         opened = client.post(url(control), json=OPENING)

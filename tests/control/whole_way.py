@@ -76,11 +76,18 @@ class Control:
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         self._keys += 1
-        token = (self.home / "data/token").read_text().strip()
-        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"k{self._keys}"}
+        headers = {"Authorization": f"Bearer {self.token}", "Idempotency-Key": f"k{self._keys}"}
         told = httpx.request(method, f"http://127.0.0.1:{self.port}{path}", json=body, headers=headers, timeout=20)
         assert told.status_code < 300, told.text
         return told.json()
+
+    @property
+    def token(self) -> str:
+        """The operator's."""
+        return (self.home / "data/token").read_text().strip()
+
+    def key(self, *scopes: str, **more: Any) -> str:
+        return self.ask("POST", "/api/keys", {"name": "reader", "scopes": list(scopes), **more})["key"]
 
     def submit(self, steps: int, target: str = "here", secrets: Sequence[str] = (), **more: Any) -> str:
         body = {"spec_toml": spec_of(self.home, steps, **more), "target": target, "secrets": list(secrets)}

@@ -52,21 +52,12 @@ def url(control: Control) -> str:
     return f"http://127.0.0.1:{control.port}"
 
 
-def operator(control: Control) -> str:
-    return (control.home / "data/token").read_text().strip()
-
-
-def key(control: Control, *scopes: str, project: str = "") -> str:
-    body = {"name": "reader", "scopes": list(scopes), "project": project}
-    return control.ask("POST", "/api/keys", body)["key"]
-
-
 def get(control: Control, path: str, token: str) -> httpx.Response:
     return httpx.get(f"{url(control)}/api/views{path}", headers={"Authorization": f"Bearer {token}"}, timeout=30)
 
 
 def opened(control: Control, browser: Browser, path: str = "") -> Page:
-    page = Page(browser, f"{url(control)}/#token={operator(control)}")
+    page = Page(browser, f"{url(control)}/#token={control.token}")
     page.wait_for("document.querySelector('main')")
     page.run(f"void (location.hash = '#/{path}')")
     return page
@@ -86,16 +77,16 @@ def test_the_pages_are_open_and_the_data_is_not(control: Control, ended: str):
     every = ("", "/runs", f"/runs/{ended}", f"/runs/{ended}/follow", f"/compare?run={ended}&run={ended}")
     for path in every:
         assert httpx.get(f"{url(control)}/api/views{path}").status_code == 401
-        assert get(control, path, key(control, "keys")).status_code == 403
-    assert get(control, "", key(control, "runs:read")).json() == {
+        assert get(control, path, control.key("keys")).status_code == 403
+    assert get(control, "", control.key("runs:read")).json() == {
         "where": "control server", "pages": ["targets", "usage"], "may": [],
     }  # fmt: skip
-    assert get(control, "", operator(control)).json()["pages"] == ["targets", "usage", "keys", "audit"]
+    assert get(control, "", control.token).json()["pages"] == ["targets", "usage", "keys", "audit"]
 
 
 def test_a_key_of_another_project_sees_no_run(control: Control, ended: str):
     control.ask("POST", "/api/projects", {"name": "other"})
-    token = key(control, "runs:read", project="other")
+    token = control.key("runs:read", project="other")
     assert get(control, "/runs", token).json()["runs"] == []
     for path in (f"/runs/{ended}", *(f"/runs/{ended}/{part}" for part in ("curves", "log", "follow", "versions"))):
         assert get(control, path, token).status_code == 404
@@ -105,14 +96,14 @@ def test_a_key_of_another_project_sees_no_run(control: Control, ended: str):
 @pytest.mark.parametrize("name", ["%2e%2e", "%2e%2e%2ftoken", "run_nothing", "%00", "run_" + "a" * 26])
 def test_no_other_path_is_read(control: Control, name: str):
     for part in ("", "/log", "/curves", "/follow", "/versions"):
-        assert get(control, f"/runs/{name}{part}", operator(control)).status_code in (404, 405)
+        assert get(control, f"/runs/{name}{part}", control.token).status_code in (404, 405)
 
 
 # --- what it says
 
 
 def test_the_views_say_what_the_mirror_and_the_control_plane_say(control: Control, ended: str):
-    token, mirror = operator(control), control.mirror(ended)
+    token, mirror = control.token, control.mirror(ended)
     rows = [json.loads(line) for line in (mirror / "metrics.jsonl").read_text().splitlines()]
     found = get(control, f"/runs/{ended}", token).json()
     assert (found["title"], found["run"]) == ("ascii", ended)
@@ -130,7 +121,7 @@ def test_the_views_say_what_the_mirror_and_the_control_plane_say(control: Contro
 
 
 def test_a_run_without_files_says_what_it_waits_for(control: Control, waiting: str):
-    token = operator(control)
+    token = control.token
     found = get(control, f"/runs/{waiting}", token).json()
     assert found["headline"] == "Its job on away is asked for, and has not begun."
     assert "groups_per_step" in found["spec"]
@@ -145,7 +136,7 @@ def test_a_run_without_files_says_what_it_waits_for(control: Control, waiting: s
 def test_every_page_says_nothing_to_the_console(control: Control, ended: str, waiting: str, browser: Browser):
     page = opened(control, browser)
     page.wait_for("document.querySelectorAll('tbody tr').length >= 2", 60)
-    assert operator(control) not in page.run("location.href")
+    assert control.token not in page.run("location.href")
     for run in (ended, waiting):
         for part in PARTS:
             page.run(f"void (location.hash = '#/run/{run}/{part}')")
