@@ -6,7 +6,8 @@ Each part runs `tandem train` on a random checkpoint of the shape, and reads the
     bytes   20 steps with the same batch and `parallel.shares` on 1, 2, ... ranks: which tensors of the export differ;
             `--hosts 2`: also with the most ranks as two hosts, rows within each and sums between them
     sums    what the ordered sums over ranks take, beside NCCL's own reduce-scatter, of as many bytes as a step has
-    kill    a rank is killed in a step: how long until the run has ended with its name, and what resumes after it
+    kill    a rank is killed in a step, in a save and in a publish: how long until the run has ended with its name, and
+            what becomes of it when it is resumed on as many ranks, and on one
 
 `--ranks`: by default 1 and every power of two up to the number of GPUs. On a machine without a GPU the shape `tiny`
 (the preset) tries all of it but `sums`, with gloo. MFU is of 989 TFLOP/s, the dense bf16 peak of an H100 and an H200.
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,11 +71,13 @@ def spec_of(asked: argparse.Namespace, home: Path, ranks: int, **train: Any) -> 
         "recipe": "sft", "name": "ranks", "model": model, "data": {"kind": "file", "path": str(home / "rows.jsonl")},
         "parallel": {"ranks": ranks, "deadline_s": asked.deadline_s},
         "train": {
-            "steps": asked.steps + WARM, "lr": 1e-5, "batch_size": asked.rows, "micro_tokens": asked.micro_tokens,
+            "steps": asked.steps + WARM + asked.trace, "lr": 1e-5, "batch_size": asked.rows, "micro_tokens": asked.micro_tokens,
             "optimizer": {"kind": asked.optimizer}, **train,
         },
         "eval": {"examples": 2}, "checkpoint": {"every": 0},
     }  # fmt: skip
+    if asked.trace:
+        spec["callbacks"] = [str(Path(__file__).with_name("one_step.py")) + ":OneStep"]
     return spec if tiny else spec | {"precision": {"weights": "bfloat16"}, "deterministic": False}
 
 
@@ -90,7 +94,10 @@ class Started:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env=os.environ | {"PYTHONFAULTHANDLER": "1"},
+                env=os.environ | {
+                    "PYTHONFAULTHANDLER": "1", "TRACE": str(OUT / f"{directory.name}-trace.json"),
+                    "TRACE_AFTER": str(spec["train"]["steps"] - 1),
+                },
             )  # fmt: skip
         atexit.register(self.end)
 
@@ -131,7 +138,11 @@ class Started:
             shutil.copyfile(path, OUT / f"{self.directory.name}-{path.name}")
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self.directory / "metrics.jsonl"
+        return self.rows_in(self.directory)
+
+    @staticmethod
+    def rows_in(directory: Path) -> list[dict[str, Any]]:
+        path = directory / "metrics.jsonl"
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [row for row in found if "time/step_s" in row]
 
@@ -139,7 +150,8 @@ class Started:
         written = self.log.read_text().splitlines()
         lines = [line.strip() for line in written if line.strip() and not line.startswith("Extension modules")]
         told = [line for line in lines if line.startswith("tandem:") or "Error" in line or "RankLost" in line]
-        return (told or lines or ["nothing"])[-1][:300]
+        named = [line for line in told if "RankLost" in line]
+        return (named or told or lines or ["nothing"])[-1][:300]
 
 
 def layer_weights(shape: str) -> int:
@@ -165,8 +177,8 @@ def sft(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
     for ranks in asked.ranks:
         shutil.rmtree(home / f"sft-{ranks}", ignore_errors=True)
         run = Started(spec_of(asked, home, ranks, batch_size=asked.rows * ranks), home / f"sft-{ranks}")
-        code = run.measured(asked.steps + WARM, asked.limit_s)
-        rows = run.rows()[WARM:]
+        code = run.measured(asked.steps + WARM + asked.trace, asked.limit_s)
+        rows = run.rows()[WARM : WARM + asked.steps]
         if code or not rows:
             found.append({"ranks": ranks, "failed": run.what_it_said()})
             continue
@@ -186,6 +198,9 @@ def sft(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
     for row in found:
         if "failed" not in row:
             row["times"] = row["tokens_s"] / first
+    for path in sorted(OUT.glob("sft-*-trace.json")):
+        parts = json.loads(path.read_text())
+        print(path.name, *(f"{name} {value:.3f}" for name, value in parts.items() if name != "kernels"))
     print(f"\nSFT {asked.shape}, {asked.rows} rows a GPU, {asked.optimizer}, lora={asked.lora}")
     head = ("ranks", "step", "tokens/s", "times", "MFU", "peak GiB", "imbalance", "loss")
     table(
@@ -216,7 +231,8 @@ def same_bytes(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     shares = max(asked.ranks)
     before: dict[str, str] = {}
-    layouts = [(ranks, 1) for ranks in asked.ranks] + ([(shares, asked.hosts)] if asked.hosts > 1 else [])
+    layouts = [(1, 1)] * asked.again + [(ranks, 1) for ranks in asked.ranks]
+    layouts += [(shares, asked.hosts)] if asked.hosts > 1 else []
     for ranks, hosts in layouts:
         spec = spec_of(asked, home, ranks, steps=20, batch_size=asked.rows * shares)
         spec["parallel"] |= {"shares": shares, "hosts": hosts}
@@ -252,37 +268,74 @@ def same_bytes(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
 
 
 def kill(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
-    """Rank 1 gets SIGKILL in a step after the fourth; the run is resumed from its last checkpoint."""
+    """The last rank gets SIGKILL in a step, in a save, and in a publish; each run is resumed on as many, and on one."""
     ranks = max(asked.ranks)
-    spec = spec_of(asked, home, ranks, steps=12)
-    spec["checkpoint"] = {"every": 2, "keep_last": 1}
-    directory = home / "kill"
+    found: list[dict[str, Any]] = []
+    for moment, number_of_steps in (("step", 12), ("save", 12), ("publish", 6)):
+        directory = home / f"kill-{moment}"
+        spec = spec_of(asked, home, ranks, steps=number_of_steps)
+        spec["checkpoint"] = {"every": 2, "keep_last": 1}
+        under_way = {
+            "step": lambda directory=directory: len(Started.rows_in(directory)) >= 4,
+            "save": lambda directory=directory: any((directory / "checkpoints").glob(".step-*")),
+            "publish": lambda: any((home / "sent").glob("*/*/.v-00000[3-9]*")),
+        }[moment]
+        if moment == "publish":
+            (home / "sent").mkdir()
+            spec = publishing(spec, home)
+        found += killed_in(moment, spec, directory, ranks, under_way, asked.limit_s)
+        shutil.rmtree(directory, ignore_errors=True)
+    print(f"\nA killed rank of {ranks}, {asked.shape}")
+    table(
+        ("killed in", "what", "seconds", "exit", "processes left", "said"),
+        [
+            (row["moment"], "failed", "", "", "", row["failed"]) if "failed" in row else
+            (row["moment"], row["what"], f"{row['seconds']:.1f}", str(row["exit"]), str(row["left"]), row["said"])
+            for row in found
+        ],
+    )  # fmt: skip
+    return found
+
+
+def publishing(spec: dict[str, Any], home: Path) -> dict[str, Any]:
+    """The same trainer in a run of GRPO, whose every step is served by an engine through files."""
+    train = {name: spec["train"][name] for name in ("steps", "lr", "micro_tokens", "optimizer")}
+    return {name: spec[name] for name in spec if name not in ("data", "eval", "recipe", "train")} | {
+        "recipe": "rl", "environment": {"name": str(Path(__file__).with_name("vowels.py"))}, "eval": {"tasks": 2},
+        "engine": {"kind": "server", "max_context": 512}, "sync": {"bridge": "disk", "directory": str(home / "sent")},
+        "train": train | {"groups_per_step": 4, "group_size": 4, "max_tokens": 24, "max_logprob_gap": 1.0},
+    }  # fmt: skip
+
+
+def killed_in(
+    moment: str, spec: dict[str, Any], directory: Path, ranks: int, under_way: Callable[[], bool], limit_s: float
+) -> list[dict[str, Any]]:
     shutil.rmtree(directory, ignore_errors=True)
     run = Started(spec, directory)
-    until = time.monotonic() + asked.limit_s
-    while len(run.rows()) < 4 and time.monotonic() < until and run.process.poll() is None:
-        time.sleep(0.1)
-    victims = [pid for pid in children_of(run.process.pid) if rank_of(pid) == 1]
-    if not victims:
+    until = time.monotonic() + limit_s
+    while not under_way() and time.monotonic() < until and run.process.poll() is None:
+        time.sleep(0.005)
+    family = children_of(run.process.pid)
+    victims = [pid for pid in family if rank_of(pid) == ranks - 1]
+    if not victims or not under_way():
         run.ended(1)
-        return [{"failed": f"no rank to kill: {run.what_it_said()}"}]
+        return [{"moment": moment, "failed": f"nothing to kill: {run.what_it_said()}"}]
     os.kill(victims[0], signal.SIGKILL)
     killed = time.monotonic()
-    code = run.ended(asked.limit_s)
-    found = [{"what": f"rank 1 of {ranks} killed", "seconds": time.monotonic() - killed, "exit": code}]
-    found[0]["said"], found[0]["left"] = run.what_it_said(), sum(map(alive, victims))
-    log = OUT / "resumed.txt"
-    started = time.monotonic()
-    with log.open("w") as file:
-        command = [sys.executable, "-m", "tandem", "resume", str(directory)]
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT).returncode
-    seconds = time.monotonic() - started
-    found.append({"what": "resumed", "seconds": seconds, "exit": code, "said": f"{len(run.rows())} steps"})
-    print(f"\nA killed rank, {asked.shape}")
-    table(
-        ("what", "seconds", "exit", "said"),
-        [(row["what"], f"{row['seconds']:.1f}", str(row["exit"]), row["said"]) for row in found],
-    )
+    code = run.ended(limit_s)
+    seconds, said, steps = time.monotonic() - killed, run.what_it_said(), len(run.rows())
+    found = [{"moment": moment, "what": f"rank {ranks - 1} killed after {steps} steps", "seconds": seconds}]
+    found[0] |= {"exit": code, "said": said, "left": sum(map(alive, family))}
+    one = directory.with_name(directory.name + "-one")
+    shutil.copytree(directory, one)
+    for place, number in ((directory, ranks), (one, 1)):
+        started = time.monotonic()
+        with (OUT / f"resumed-{place.name}.txt").open("w") as log:
+            command = [sys.executable, "-m", "tandem", "resume", str(place), "--set", f"parallel.ranks={number}"]
+            code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT).returncode
+        row = {"moment": moment, "what": f"resumed on {number}", "seconds": time.monotonic() - started, "exit": code}
+        found.append(row | {"said": f"{len(Started.rows_in(place))} steps", "left": 0})
+    shutil.rmtree(one)
     return found
 
 
@@ -369,8 +422,10 @@ def main() -> None:
     parser.add_argument("--activations", default="selective")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--hosts", type=int, default=1, help="bytes: also the most ranks as so many hosts")
+    parser.add_argument("--again", action="store_true", help="bytes: one rank twice first")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="sft: profile a step of rank 0 (one_step.py)")
     parser.add_argument("--deadline-s", type=float, default=120.0)
     parser.add_argument("--limit-s", type=float, default=500.0, help="of one run")
     parser.add_argument("--rank-of-sums", default="", help=argparse.SUPPRESS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,10 +104,20 @@ def settle_torch(spec: RunSpec) -> Any:
 
     torch.manual_seed(spec.seed)
     device = pick_device(spec.device)
-    torch.use_deterministic_algorithms(spec.deterministic and device.type == "cpu")
+    if wanted := not why_not_deterministic(spec, device):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at the first product
+    torch.use_deterministic_algorithms(wanted)
     # Filling fresh memory with NaN finds bugs, not differences, and costs time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     return device
+
+
+def why_not_deterministic(spec: RunSpec, device: Any) -> str:
+    """Return why torch's deterministic kernels are not asked for; empty if they are."""
+    if not spec.deterministic:
+        return "deterministic = false"
+    rl = isinstance(spec, RlSpec)
+    return "on a GPU only SFT and preference training give equal bytes" if rl and device.type != "cpu" else ""
 
 
 def import_model_code(spec: RunSpec) -> None:
@@ -280,7 +291,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     if digests := digest.fused(model.device):
         found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
     if spec.deterministic:
-        why_not = "" if torch.are_deterministic_algorithms_enabled() else "only a CPU gives equal bytes"
+        why_not = why_not_deterministic(spec, model.device)
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
             why_not = "the engine runs in its own process, so the timing of its batches varies"
         elif isinstance(spec, RlSpec) and isinstance(spec.algorithm, DistillSpec) and spec.algorithm.is_served:
