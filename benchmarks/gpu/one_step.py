@@ -1,7 +1,8 @@
 """A callback that profiles a step of a run, after `$TRACE_AFTER` others: `callbacks = ["one_step.py:OneStep"]`.
 
-It writes into the file `$TRACE` how long the GPU of rank 0 computed, how long it only sent or received (no other kernel ran), and how long it
-did nothing, with the kernels that took most. The profiler slows a step down: compare the parts, not their sum.
+It writes into the file `$TRACE` how long the GPU of rank 0 computed, how long it only sent or received (no other
+kernel ran), and how long it did nothing, with the kernels that took most. The profiler slows a step down: compare the
+parts, not their sum.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
 
 class OneStep:
     def __init__(self) -> None:

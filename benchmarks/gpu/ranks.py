@@ -71,8 +71,8 @@ def spec_of(asked: argparse.Namespace, home: Path, ranks: int, **train: Any) -> 
         "recipe": "sft", "name": "ranks", "model": model, "data": {"kind": "file", "path": str(home / "rows.jsonl")},
         "parallel": {"ranks": ranks, "deadline_s": asked.deadline_s},
         "train": {
-            "steps": asked.steps + WARM + asked.trace, "lr": 1e-5, "batch_size": asked.rows, "micro_tokens": asked.micro_tokens,
-            "optimizer": {"kind": asked.optimizer}, **train,
+            "steps": asked.steps + WARM + asked.trace, "lr": 1e-5, "batch_size": asked.rows,
+            "micro_tokens": asked.micro_tokens, "optimizer": {"kind": asked.optimizer}, **train,
         },
         "eval": {"examples": 2}, "checkpoint": {"every": 0},
     }  # fmt: skip
