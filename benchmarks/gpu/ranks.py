@@ -41,7 +41,7 @@ from common import children_of, note, rank_of, table
 from tandem.recipes.random_checkpoints import SHAPES, random_checkpoint
 
 PEAK_FLOPS = 989e12
-WARM = 3
+WARM = 6
 OUT = Path(os.environ.get("OUT", "."))
 LONGEST = 2000
 
@@ -69,7 +69,7 @@ def spec_of(asked: argparse.Namespace, home: Path, ranks: int, **train: Any) -> 
         model["lora"] = {"rank": 16}
     spec: dict[str, Any] = {
         "recipe": "sft", "name": "ranks", "model": model, "data": {"kind": "file", "path": str(home / "rows.jsonl")},
-        "parallel": {"ranks": ranks, "deadline_s": asked.deadline_s},
+        "parallel": {"ranks": ranks, "gather": asked.gather, "deadline_s": asked.deadline_s},
         "train": {
             "steps": asked.steps + WARM + asked.trace, "lr": 1e-5, "batch_size": asked.rows,
             "micro_tokens": asked.micro_tokens, "optimizer": {"kind": asked.optimizer}, **train,
@@ -425,6 +425,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="bytes: one rank twice first")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--gather", default="auto", choices=["auto", "layer", "step"])
     parser.add_argument("--trace", action="store_true", help="sft: profile a step of rank 0 (one_step.py)")
     parser.add_argument("--deadline-s", type=float, default=120.0)
     parser.add_argument("--limit-s", type=float, default=500.0, help="of one run")

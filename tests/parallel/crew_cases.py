@@ -86,7 +86,8 @@ def do(home: Path, ranks: int, work: dict[str, Any], crew: Any) -> None:
 
 
 def parallel(ranks: int, hosts: int = 1) -> dict[str, Any]:
-    return {"ranks": ranks, "hosts": hosts, "shares": 4, "deadline_s": 60.0}
+    gather = "step" if (ranks, hosts) in ((2, 1), (4, 2)) else "layer"
+    return {"ranks": ranks, "hosts": hosts, "shares": 4, "gather": gather, "deadline_s": 60.0}
 
 
 def cut(run: Path, after: int) -> None:

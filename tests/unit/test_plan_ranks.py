@@ -74,7 +74,7 @@ def test_the_peaks_of_1_7b_on_one_and_two_h100s_are_foretold(tmp_path, ranks, me
     measured_ranks.write_rows(tmp_path / "rows.jsonl", 64 * 2 + 200)
     asked = argparse.Namespace(
         shape="qwen3-1.7b", compile=True, activations="selective", lora=False, deadline_s=120.0, steps=8, rows=30,
-        micro_tokens=16384, optimizer="adamw",
+        micro_tokens=16384, optimizer="adamw", gather="layer", trace=False,
     )  # fmt: skip
     spec = parse_spec(measured_ranks.spec_of(asked, tmp_path, ranks, batch_size=30 * ranks))
     plan = recipes.plan_run(spec, gpu="h100")
@@ -128,7 +128,14 @@ def test_adapters_are_whole_on_every_rank_and_the_base_is_by_rows(tmp_path):
     assert part(four, "optimizer") == part(one, "optimizer")
     assert part(four, "gradients") == part(one, "gradients")
     assert part(four, "in reduction") == 4 * part(one, "gradients")  # those of all ranks, until they are added
-    assert part(four, "gathered") * GIB == 2 * (151_936 * 2048 + 2048 + 2 * layer_numbers("qwen3-1.7b"))
+    by_layer, kept = (
+        plan_run(sft(model, 4, precision=bf16, parallel={"ranks": 4, "gather": gather}), gpu="h100", row_tokens=512)
+        for gather in ("layer", "step")
+    )
+    assert part(by_layer, "gathered") * GIB == 2 * (151_936 * 2048 + 2048 + 2 * layer_numbers("qwen3-1.7b"))
+    assert part(four, "gathered") == part(kept, "gathered")  # 3.2 GiB are little of an H100
+    assert part(kept, "gathered") * GIB == 2 * (151_936 * 2048 + 2048 + 28 * layer_numbers("qwen3-1.7b"))
+    assert kept.times.ranks_s < by_layer.times.ranks_s / 100  # the adapters' gradients
     assert part(four, "merged copy", "export") < part(one, "merged copy", "export")
 
 

@@ -14,6 +14,7 @@ from tandem.errors import SpecError
 from tandem.io import own_code
 from tandem.io.file_system import file_system_of
 from tandem.io.shared_directory import why_unseen
+from tandem.ops.byte_sizes import keeps_gathered
 from tandem.protocols import Trainer
 from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
@@ -43,6 +44,13 @@ def device_of(spec: RunSpec, local_rank: int, local_ranks: int) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // local_ranks))
     return device
+
+
+def gpu_bytes(device: Any) -> int:
+    """Return a GPU's memory; 0 for a CPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def policy_by_rows(
@@ -78,7 +86,9 @@ def policy_by_rows(
             narrow(module, torch.device("cpu"), None)
         hosts = Hosts(crew.rank, crew.ranks, crew.row_shards, crew.device, crew.timeout)
         crew.groups += hosts.groups
-        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick)
+        whole_bytes = sum(each.numel() for name, each in module.named_parameters()) * dtype.itemsize
+        keeps = keeps_gathered(crew.gathers_for, whole_bytes, gpu_bytes(crew.device))
+        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps)
         adopt = master.adopt if narrowed and not options["lora"] else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)
     return CrewPolicy(crew, policy)
@@ -219,7 +229,7 @@ class Member:
                     f"{name}: {found} on rank {self._crew.rank} ({self._crew.host}), and {sha256[:12]} on rank 0; put "
                     "the same file there"
                 )
-        self._crew.row_shards = self._spec.parallel.row_shards
+        self._crew.row_shards, self._crew.gathers_for = self._spec.parallel.row_shards, self._spec.parallel.gather
         training.settle_torch(self._spec)
         self._crew.handle("see", self._see)
         self._crew.handle("file_system", lambda path: file_system_of(Path(path)))

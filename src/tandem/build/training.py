@@ -249,8 +249,6 @@ def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
 
 def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]]:
     """Return each requested optimisation: its name, the requested value, whether it is engaged, and if not, why."""
-    import torch
-
     from tandem.model.quantized_base import quantized_parts, share
     from tandem.ops import digest
 
@@ -264,6 +262,9 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     found.append(("model.attention", spec.model.attention, not why_not, why_not))
     if forward.why_alone:
         found.append(("packing of sequences", True, False, forward.why_alone))
+    if model.crew is not None:
+        kept = cast("Any", model.policy).inner.rows.keeps
+        found.append((f"parallel.gather = '{'step' if kept else 'layer'}'", spec.parallel.gather, True, ""))
     if spec.model.compile:
         found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
     if spec.model.activations != "keep":

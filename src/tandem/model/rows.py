@@ -8,7 +8,8 @@ hosts (hosts.py) this happens within each host, and then the hosts' sums are add
 Private parts of FSDP2 are used in this file only:
 
 - its reduce-scatter is replaced: pieces are sent to the rank that holds the rows, and added there as a tree;
-- the float32 sum is kept here, because FSDP2 would round it to bf16 for bf16 weights;
+- gradients travel as backward left them, and their float32 sum is kept here: FSDP2 would round it to bf16 for bf16
+  weights;
 - a computation is a forward pass of the whole module (`inside`), because the head and the loss read weights, too.
 """
 
@@ -41,6 +42,8 @@ from tandem.types import Part, TokenLogprobs, WeightKind, Weights
 Tree = Callable[[Sequence[Tensor]], Tensor]
 Adopt = Callable[[str, Tensor], Tensor]
 _INSIDE = "_tandem_inside"
+_AT_ONCE = 1 << 24
+"""Numbers that are in float32 at once for each rank, while gradients are added."""
 
 
 class Local(NamedTuple):
@@ -55,8 +58,11 @@ class Local(NamedTuple):
 class Rows:
     """The rows of one module on this rank. `tree` adds the parts of ranks; `tick` is called to show progress."""
 
-    def __init__(self, hosts: Hosts, device: torch.device, *, tree: Tree, tick: Callable[[], None]) -> None:
-        self.rank, self.hosts, self.device = hosts.rank, hosts, device
+    def __init__(
+        self, hosts: Hosts, device: torch.device, *, tree: Tree, tick: Callable[[], None], keeps: bool = False
+    ) -> None:
+        """`keeps`: gathered weights stay until `settle`, instead of until their layer is computed."""
+        self.rank, self.hosts, self.device, self.keeps = hosts.rank, hosts, device, keeps
         self._tree, self._tick = tree, tick
         self._module: Any = None
         self._units: list[Any] = []
@@ -82,13 +88,14 @@ class Rows:
         self.whole = [(name, each) for name, each in module.named_parameters() if each in whole]
         options: dict[str, Any] = {
             "mesh": self.hosts.mesh,
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+            "mp_policy": MixedPrecisionPolicy(),
             "ignored_params": whole,
         }
         self._units = [*_layers(module), module]
         for unit in self._units[:-1]:
-            fully_shard(unit, **options)
+            fully_shard(unit, reshard_after_forward=not self.keeps, **options)
         fully_shard(module, reshard_after_forward=False, **options)  # the head's backward pass needs it at once
+        module.set_reshard_after_backward(not self.keeps)
         module._apply(lambda each: torch.empty_like(each, device=self.device) if each.is_meta else each)
         self._module = module
         for unit in self._units:
@@ -111,8 +118,12 @@ class Rows:
         return done
 
     def settle(self) -> None:
-        """Free gathered weights, because the rows may change now."""
-        self._module.reshard()
+        """Free gathered weights, because the rows may change now. Those of a frozen base do not, and may be kept."""
+        if not self.keeps:
+            self._module.reshard()
+        elif not self.whole:
+            for unit in self._units:
+                unit.reshard()
 
     # --- gradients, for train/gradient_tree.py
 
@@ -130,9 +141,8 @@ class Rows:
             if sums.kept is not None:
                 found |= self._taken_apart(unit, sums.kept)
                 sums.kept = None
-        for each in self._module.parameters():
-            if each not in self._whole_set:
-                each.grad = None
+            for parameter in _fsdp_params(unit):  # FSDP2 would add the next round's to them
+                parameter.sharded_param.grad = None
         if self.whole:
             found |= self._sum_of_whole()
         return found
@@ -189,7 +199,6 @@ class Rows:
 
     @torch.no_grad()
     def _fill(self, module: Any, values: Callable[[str, int, int], Tensor]) -> None:
-        self._whole_set = {tensor for _, tensor in self.whole}
         for name, parameter in module.named_parameters():
             if not isinstance(parameter, DTensor):
                 continue
@@ -225,13 +234,16 @@ class _OrderedSum(ReduceScatter):
         self._rows._tick()
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        output_tensor.copy_(self._rows.added(list(received.view(group.size(), -1))))
-        self.kept = output_tensor
+        parts = list(received.view(group.size(), -1))
+        self.kept = received.new_empty(parts[0].numel(), dtype=torch.float32)
+        for into, *those in zip(*(each.split(_AT_ONCE) for each in (self.kept, *parts)), strict=True):
+            into.copy_(self._rows.added([part.float() for part in those]))
 
     def between_hosts(self, output_tensor: Tensor) -> None:
-        """FSDP2 calls it with the sum of this host; with one rank on a host, without having called the above."""
-        self._rows.add_hosts(output_tensor)
-        self.kept = output_tensor
+        """FSDP2 calls it after the above; with one rank on a host, instead of it, with this rank's gradients."""
+        if self.kept is None:
+            self.kept = output_tensor.float()
+        self._rows.add_hosts(self.kept)
 
 
 def _call(module: Any, function: Callable[..., Any], *args: Any) -> Any:

@@ -228,6 +228,15 @@ Shares: TypeAlias = Callable[[Sequence[float], float], bool]
 """Returns whether sequences of these lengths, with a common beginning, become one tree of this many tokens."""
 
 
+_KEPT_SHARE = 0.15
+
+
+def keeps_gathered(asked: str, whole_bytes: float, gpu_bytes: float) -> bool:
+    """Return whether ranks keep all weights that they gathered until a step ends: parallel.gather. `gpu_bytes`: 0 on a
+    CPU."""
+    return asked == "step" or (asked == "auto" and whole_bytes <= _KEPT_SHARE * gpu_bytes)
+
+
 def shares_never(alone: Sequence[float], tree: float) -> bool:
     return False
 

@@ -26,6 +26,10 @@ class ParallelSpec(Spec):
     hosts: int = Field(default=0, ge=0, le=128)
     """Each host holds every row once, on its own ranks, and gradients are summed between hosts. 1: rows are cut over
     all ranks. 0: as many as torchrun has agents, and 1 without torchrun."""
+    gather: Literal["auto", "layer", "step"] = "auto"
+    """How long a rank keeps the weights that it gathered from all ranks. layer: until a layer is computed, forward and
+    backward. step: until the step's update, and the frozen base of adapters until the run ends; this sends less and
+    takes the memory of all weights. auto: step on GPUs if that is at most 15 % of a GPU's memory, otherwise layer."""
     deadline_s: float = Field(default=120.0, gt=0)
     """Most seconds that a rank may take to answer an order, beyond what the step itself takes."""
 

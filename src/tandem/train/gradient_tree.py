@@ -24,6 +24,7 @@ class Rounds(Protocol):
 
     def begin(self, present: Sequence[bool]) -> None: ...  # before forward; which ranks have a micro-batch
     def end(self) -> Gradients: ...  # after backward
+    def settle(self) -> None: ...  # after the last round: the weights change now
 
 
 class OneRank:
@@ -41,6 +42,9 @@ class OneRank:
         for _, tensor in self._parameters:
             tensor.grad = None
         return taken
+
+    def settle(self) -> None:
+        """Nothing was gathered."""
 
 
 class TreeSum:

@@ -86,6 +86,7 @@ class TreeTrainer(PolicyTrainer):
                 reports.append({"sums": sums, "gap": gap.numbers()})
             tree.add(self._rounds.end())
         self._gradients = tree.take()
+        self._rounds.settle()
         return reports
 
     def squares(self) -> Tensor:

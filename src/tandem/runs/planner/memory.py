@@ -12,7 +12,7 @@ from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.lengths import Micro
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher, trained_tensors
-from tandem.runs.planner.rank_share import ALONE, REDUCED_BYTES, Rank, layer_numbers, root_numbers
+from tandem.runs.planner.rank_share import ALONE, Rank, layer_numbers, root_numbers
 from tandem.runs.planner.workload import Work, pass_of, width_of
 from tandem.spec.algorithm import uses_reference
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
@@ -218,6 +218,11 @@ def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, ra
     return found
 
 
+def gpu_bytes_of(machine: Machine) -> float:
+    """Return a GPU's memory; 0 for a CPU."""
+    return machine.memory_gib * _GIB if machine.on_gpu else 0.0
+
+
 def _train(
     spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine,
     rank: Rank,
@@ -246,8 +251,8 @@ def _micro(
     if tree and width < 4 and lora is None:
         reduced = width * sum(tensors)  # as backward left them, until all are in fp32
     if rank.count > 1 and lora is None:
-        layer += width * max(whole) + REDUCED_BYTES * layer_numbers(shape)
-        reduced += REDUCED_BYTES * root_numbers(shape)
+        layer += width * max(whole) + 2 * width * layer_numbers(shape)  # gradients that are sent, and that come
+        reduced += 2 * width * root_numbers(shape)
     elif rank.count > 1:  # every rank has those of all others of its host for a while, and copies their sum
         reduced = rank.row_shards * gradients
     head = byte_sizes.head_bytes(
@@ -266,9 +271,9 @@ def _micro(
         update=0.0 if at_once(spec, stage, machine) else update / _GIB,
         layer=layer / _GIB,
         sums=sums / _GIB,
-        gathered=rank.gathered(shape) * width / _GIB,
+        gathered=rank.gathered(shape, width, gpu_bytes_of(machine)) * width / _GIB,
         reduced=reduced / _GIB,
-        holes=0.0 if machine.on_gpu else _holes(shape, lora, rank) / _GIB,
+        holes=0.0 if machine.on_gpu else _holes(shape, lora, rank, width) / _GIB,
     )
     shown = {
         **always, "activations": parts.activations, "gradients": parts.gradients, "logits": max(head) / _GIB,
@@ -288,13 +293,13 @@ def _micro(
     return Phase("train", byte_sizes.peak(parts) + freed, {**shown, "freed": freed})
 
 
-def _holes(shape: ModelShape, lora: LoraSpec | None, rank: Rank) -> int:
+def _holes(shape: ModelShape, lora: LoraSpec | None, rank: Rank, width: int) -> int:
     """Return the bytes of freed memory that a host keeps in backward of several ranks: between the buffers in which a
     layer's gradients are summed lie the sums, which stay, so the next layer's find no place there."""
-    buffer = REDUCED_BYTES // 2 * layer_numbers(shape)
+    buffer = width * layer_numbers(shape)
     if rank.count == 1 or lora is not None or buffer >= byte_sizes.MAPPED_ALONE_BYTES:
         return 0
-    return REDUCED_BYTES * layer_numbers(shape) * shape.layers
+    return 2 * buffer * shape.layers
 
 
 def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from tandem.ops.byte_sizes import Dims, ModelShape
+from tandem.ops.byte_sizes import Dims, ModelShape, keeps_gathered
 from tandem.ops.parts import rows_of
 from tandem.spec.parallel import ParallelSpec
 
@@ -22,10 +22,11 @@ class Rank:
     count: int = 1
     row_shards: int = 1
     """Into how many runs of rows a tensor is cut; ranks that are so far apart hold the same rows."""
+    gather: str = "layer"
 
     @classmethod
     def of(cls, parallel: ParallelSpec, number: int) -> Rank:
-        return cls(number, parallel.ranks, parallel.row_shards)
+        return cls(number, parallel.ranks, parallel.row_shards, parallel.gather)
 
     @property
     def leads(self) -> bool:
@@ -45,16 +46,20 @@ class Rank:
             return shape.total
         return self.numbers(layer_tensors(shape)) * shape.layers + self.numbers(root_tensors(shape))
 
-    def gathered(self, shape: ModelShape) -> int:
+    def keeps(self, shape: ModelShape, width: int, gpu_bytes: float) -> bool:
+        """Return whether all weights stay whole from their first use in a step. `width`: bytes of a number."""
+        return self.count > 1 and keeps_gathered(self.gather, shape.total * width, gpu_bytes)
+
+    def gathered(self, shape: ModelShape, width: int, gpu_bytes: float) -> int:
         """Return how many numbers are whole while a micro-batch is computed. The root's stay so until backward ends."""
         if self.count == 1:
             return 0
+        if self.keeps(shape, width, gpu_bytes):
+            return shape.total
         return root_numbers(shape) + min(_TOGETHER, shape.layers) * layer_numbers(shape)
 
 
 ALONE = Rank()
-REDUCED_BYTES = 4 + 4
-"""Of a gradient's number, as a unit's gradients are summed over ranks: what is sent and what comes, in fp32."""
 
 
 def layer_tensors(shape: ModelShape) -> list[Dims]:

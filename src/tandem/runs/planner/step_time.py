@@ -9,7 +9,7 @@ from math import prod
 from tandem.ops.activation_sizes import layer_bytes
 from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine
-from tandem.runs.planner.memory import at_once, colocated, row_bytes, rows_held, sync_bytes
+from tandem.runs.planner.memory import at_once, colocated, gpu_bytes_of, row_bytes, rows_held, sync_bytes
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
 from tandem.runs.planner.rank_share import Rank, layer_numbers, root_numbers
 from tandem.runs.planner.workload import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
@@ -137,19 +137,21 @@ def _of_a_rank(work: Work) -> Work:
 
 
 def _ranks_s(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> float | None:
-    """Of each round: weights are gathered for forward and, the layers', again for backward; gradients are sent in fp32
-    to the ranks that hold their rows, and those of adapters to all. Nothing is taken off for what goes on meanwhile."""
+    """Of each round: weights are gathered for forward and, the layers', again for backward, unless they are kept for
+    the step; gradients are sent to the ranks that hold their rows, and those of adapters to all. Nothing is taken
+    off for what goes on meanwhile."""
     ranks, width, lora = spec.parallel.ranks, width_of(spec.precision), spec.model.lora
     if ranks == 1:
         return 0.0
     if not machine.link_gb_s or ranks > min(_ON_ONE_HOST, spec.parallel.row_shards):
         return None
     layers = layer_numbers(shape) * shape.layers
-    gathered = width * (2 * layers + root_numbers(shape))
-    sent = (gathered + 4 * shape.total) * (ranks - 1) / ranks
-    if lora is not None:
-        sent = gathered * (ranks - 1) / ranks + 4 * adapter_numbers(shape, lora) * (ranks - 1)
-    return work.rounds * sent / (machine.link_gb_s * 1e9)
+    gathered = work.rounds * width * (2 * layers + root_numbers(shape))
+    if Rank.of(spec.parallel, 0).keeps(shape, width, gpu_bytes_of(machine)):
+        gathered = 0 if lora else width * shape.total  # a frozen base is gathered once a run
+    reduced = width * shape.total / ranks if lora is None else 4 * adapter_numbers(shape, lora)
+    sent = (gathered / ranks + work.rounds * reduced) * (ranks - 1)
+    return sent / (machine.link_gb_s * 1e9)
 
 
 def _sync_s(spec: RlSpec, shape: ModelShape, machine: Machine) -> float | None:
