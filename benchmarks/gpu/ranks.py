@@ -5,7 +5,7 @@ Each part runs `tandem train` on a random checkpoint of the shape, and reads the
     sft     SFT with the same number of tokens a GPU on 1, 2, ... ranks: tokens/s, MFU, how it scales, GiB of each rank
     bytes   20 steps with the same batch and `parallel.shares` on 1, 2, ... ranks: which tensors of the export differ;
             `--hosts 2`: also with the most ranks as two hosts, rows within each and sums between them
-    sums    what the ordered sums over ranks take, beside NCCL's own reduce-scatter, of as many bytes as a step has
+    sums    what the ordered sums over ranks take of bf16 gradients, beside NCCL's own reduce-scatter of them in fp32
     kill    a rank is killed in a step, in a save and in a publish: how long until the run has ended with its name, and
             what becomes of it when it is resumed on as many ranks, and on one
 
@@ -357,9 +357,9 @@ def sums(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
     if done.returncode:
         return [{"failed": log.read_text()[-300:]}]
     row = {"ranks": ranks, **json.loads(out.read_text())}
-    print(f"\nSums of one backward pass, {asked.shape}, {ranks} ranks, fp32")
+    print(f"\nSums of one backward pass, {asked.shape}, {ranks} ranks")
     table(
-        ("ordered (all-to-all, then a tree)", "NCCL's reduce-scatter", "GiB a rank"),
+        ("ordered (all-to-all in bf16, then a tree)", "NCCL's reduce-scatter in fp32", "GiB in fp32"),
         [(f"{row['ordered_ms']:.1f} ms", f"{row['nccl_ms']:.1f} ms", f"{row['gib']:.2f}")],
     )
     return [row]
@@ -377,17 +377,19 @@ def sums_of_rank(asked: argparse.Namespace) -> None:
     root = config["vocab_size"] * config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
     layers = [layer_weights(asked.shape)] * config["num_hidden_layers"]
     sizes = [size // ranks * ranks for size in (*layers, root)]
-    given = {size: torch.randn(size, device="cuda") for size in set(sizes)}
-    room = {size: torch.empty(size, device="cuda") for size in set(sizes)}
+    given = {size: torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in set(sizes)}
+    wide = {size: each.float() for size, each in given.items()}
+    room = {size: torch.empty_like(each) for size, each in given.items()}
+    added = {size: each.new_empty(size // ranks) for size, each in wide.items()}
 
     def ordered() -> None:
         for size in sizes:
             dist.all_to_all_single(room[size], given[size])
-            tree(list(room[size].view(ranks, -1)))
+            tree([each.float() for each in room[size].view(ranks, -1)])
 
     def theirs() -> None:
         for size in sizes:
-            dist.reduce_scatter_tensor(room[size][: size // ranks], given[size])
+            dist.reduce_scatter_tensor(added[size], wide[size])
 
     found = {name: timed(work) * 1e3 for name, work in (("ordered_ms", ordered), ("nccl_ms", theirs))}
     if rank == 0:

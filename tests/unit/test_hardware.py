@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tandem.build import this_machine
+from tandem.build.training import why_not_deterministic
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.recipes import run
@@ -56,6 +58,16 @@ def test_sft_on_an_h200_has_the_settings_of_the_tuned_row():
     spec, _ = choose(sft(), H200)
     assert (spec.precision.weights, spec.precision.master) == ("bfloat16", "split")
     assert (spec.model.attention, spec.model.compile, spec.train.micro_tokens) == ("packed", True, 16384)
+
+
+def test_a_gpu_gives_equal_bytes_only_if_the_spec_asks_for_them():
+    gpu = torch.device("cuda")
+    left_out, _ = choose(sft(), H200)
+    asked, _ = choose(sft(deterministic=True), H200)
+    assert why_not_deterministic(left_out, gpu) == "deterministic = false"
+    assert why_not_deterministic(asked, gpu) == ""
+    assert why_not_deterministic(rl(deterministic=True), gpu).startswith("on a GPU only SFT and preference training")
+    assert why_not_deterministic(rl(), torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
+from tandem.ops.byte_sizes import keeps_gathered
 from tandem.ops.parts import rows_of
 from tandem.recipes import plan_run as recipes
 from tandem.recipes.random_checkpoints import SHAPES
@@ -81,6 +82,17 @@ def test_the_peaks_of_1_7b_on_one_and_two_h100s_are_foretold(tmp_path, ranks, me
     assert plan.trainer_gib == pytest.approx(measured_gib, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("asked", "whole_gib", "gpu_gib", "kept"),
+    [
+        ("auto", 15.3, 139.8, True), ("auto", 15.3, 79.2, False), ("auto", 0.1, 0.0, False),
+        ("layer", 0.1, 139.8, False), ("step", 15.3, 79.2, True), ("step", 0.1, 0.0, True),
+    ],
+)  # fmt: skip
+def test_gathered_weights_are_kept_where_they_take_little_or_where_asked(asked, whole_gib, gpu_gib, kept):
+    assert keeps_gathered(asked, whole_gib * GIB, gpu_gib * GIB) == kept
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 7])
 def test_ranks_hold_all_rows_once(ranks):
     """Of 266 ids and vectors of 32: 4 does not divide the first, 7 neither."""
@@ -135,7 +147,9 @@ def test_adapters_are_whole_on_every_rank_and_the_base_is_by_rows(tmp_path):
     assert part(by_layer, "gathered") * GIB == 2 * (151_936 * 2048 + 2048 + 2 * layer_numbers("qwen3-1.7b"))
     assert part(four, "gathered") == part(kept, "gathered")  # 3.2 GiB are little of an H100
     assert part(kept, "gathered") * GIB == 2 * (151_936 * 2048 + 2048 + 28 * layer_numbers("qwen3-1.7b"))
-    assert kept.times.ranks_s < by_layer.times.ranks_s / 100  # the adapters' gradients
+    assert kept.times.ranks_s is not None
+    assert by_layer.times.ranks_s is not None
+    assert kept.times.ranks_s < by_layer.times.ranks_s / 20  # what is left are the gradients of adapters
     assert part(four, "merged copy", "export") < part(one, "merged copy", "export")
 
 
@@ -183,7 +197,8 @@ def test_an_engine_beside_the_trainer_is_on_the_first_rank_s_gpu(tmp_path):
     spec = parse_spec(
         {
             "recipe": "rl", "model": {"path": checkpoint(tmp_path, "qwen3-1.7b"), "lora": {"rank": 16}},
-            "precision": {"weights": "bfloat16"}, "environment": {"name": "sort"}, "parallel": {"ranks": 2},
+            "precision": {"weights": "bfloat16"}, "environment": {"name": "sort"},
+            "parallel": {"ranks": 2, "gather": "layer"},
             "train": {"steps": 5, "lr": 1e-6, "groups_per_step": 8, "group_size": 8, "max_tokens": 64},
             "sync": {"bridge": "adapter"}, "engine": {"kind": "vllm", "memory_share": 0.4},
         }
@@ -253,7 +268,7 @@ def test_ranks_take_less_time_than_one_and_what_goes_between_them_counts(tmp_pat
         between, rounds = times[ranks].ranks_s, 8 / ranks
         layers = 36 * layer_numbers("qwen3-8b")
         root = 2 * 151_936 * 4096 + 4096
-        sent = (2 * (2 * layers + root) + 4 * (layers + root)) * (ranks - 1) / ranks
+        sent = (2 * (2 * layers + root) + 2 * (layers + root)) * (ranks - 1) / ranks
         assert between is not None
         assert between == pytest.approx(rounds * sent / 194e9, rel=0.001)
         assert times[ranks].train_s - between == pytest.approx(times[1].train_s / ranks, rel=0.02)

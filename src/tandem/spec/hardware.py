@@ -74,6 +74,8 @@ def choose(spec: RunSpec, machine: Hardware) -> tuple[RunSpec, list[HardwareChoi
     if isinstance(spec, RlSpec):
         choices.engine(spec)
         choices.bridge()
+    else:
+        choices.put("deterministic", False, "a GPU's kernels are faster if they need not give equal bytes")
     return parse_spec(choices.tables), choices.made
 
 
