@@ -26,7 +26,8 @@ def reward(environment, task, reply: str) -> float:
 def test_an_environment_scores_demonstrations_fully_and_wrong_answers_not(name: str):
     environment = load_environment(GALLERY / name / f"{name}.py")
     train, held_out = environment.tasks("train"), environment.tasks("eval")
-    assert train and held_out
+    assert train
+    assert held_out
     assert not {task.id for task in train} & {task.id for task in held_out}
     for task in [*train, *held_out]:
         (shown,) = environment.demonstrate(task, random.Random(0))
