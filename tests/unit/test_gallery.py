@@ -41,5 +41,9 @@ def test_sql_scores_rows_and_may_not_write():
     query = task.payload["query"]
     assert reward(environment, task, query.upper()) == 1.0
     assert reward(environment, task, query.replace("max", "min")) == 0.0
-    for written in ("drop table x", "delete from x", "select 1; select 2"):
+    for written in (
+        "drop table x", "delete from x", "select 1; select 2", "attach ':memory:' as y", "pragma query_only = off",
+        f"select length(zeroblob(1000000000)), {query[7:]}",
+        "with recursive n(i) as (select 1 union all select i + 1 from n) select max(i) from n",
+    ):  # fmt: skip
         assert reward(environment, task, written) == 0.0
