@@ -161,15 +161,16 @@ def layer_weights(shape: str) -> int:
     return hidden * (attention + 3 * config["intermediate_size"])
 
 
-def flops(shape: str, tokens: float) -> float:
-    """Of a step: 6 for each weight and token, and attention's own over sequences of the benchmark's lengths."""
+def flops(shape: str, tokens: float, *, lora: bool) -> float:
+    """Of a step: 6 for each weight and token, 4 for a frozen one, without adapters' own; and attention's over sequences
+    of the benchmark's lengths."""
     config = SHAPES[shape]
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
     weights = layers * layer_weights(shape) + config["vocab_size"] * config["hidden_size"]
     lengths = lengths_of(2000)
     mean_square = sum(length**2 for length in lengths) / sum(lengths)
-    return tokens * (6 * weights + 3 * 2 * heads * head_dim * layers * mean_square)
+    return tokens * ((4 if lora else 6) * weights + 3 * 2 * heads * head_dim * layers * mean_square)
 
 
 def sft(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
@@ -185,7 +186,7 @@ def sft(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
         seconds = statistics.fmean(row["time/step_s"] for row in rows)
         tokens = statistics.fmean(row["tokens/computed"] for row in rows)
         speed = tokens / seconds  # of all measured steps together: their batches are of unequal length
-        mfu = 0.0 if asked.shape == "tiny" else flops(asked.shape, speed) / ranks / PEAK_FLOPS
+        mfu = 0.0 if asked.shape == "tiny" else flops(asked.shape, speed, lora=asked.lora) / ranks / PEAK_FLOPS
         found.append(
             {
                 "ranks": ranks, "step_s": seconds, "tokens": tokens, "tokens_s": speed, "mfu": mfu,
