@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 
 from tandem.agent.link import Link
 from tandem.agent.shipping import Shipper
-from tandem.agent.trainer import RunProcess, only_agent
+from tandem.agent.trainer import RunProcess, ServeProcess, only_agent
 from tandem.errors import Fenced, RunError
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
@@ -86,7 +86,11 @@ class Agent:
                 claimed = self._claim()
                 if claimed is None:
                     return 128 + signal.SIGTERM
-                trainer = RunProcess(self.home, self.home.parent / RUNS / claimed.run)
+                runs = self.home.parent / RUNS
+                if (order := claimed.serve) is not None:
+                    trainer = ServeProcess(self.home, runs / order.run, order)
+                else:
+                    trainer = RunProcess(self.home, runs / claimed.run)
                 return self._attend(claimed, trainer)
             except Fenced as error:
                 _log.error("%s", error)
@@ -110,7 +114,10 @@ class Agent:
     def _exchange(self, shipper: Shipper, trainer: RunProcess) -> bool:
         """Renew the lease and send what grew; return whether more is there."""
         pieces = shipper.pieces()
-        body = AppendBody(instance=self._instance, sign=_sign(trainer.run_dir), pieces=tuple(pieces))
+        sign, serving = _sign(trainer.run_dir), ""
+        if isinstance(trainer, ServeProcess) and (serving := trainer.url()):
+            sign = SignOfLife(ticks=int(time.time()), limit_s=60.0, stage="serve")
+        body = AppendBody(instance=self._instance, sign=sign, serving=serving, pieces=tuple(pieces))
         try:
             told = self.link.ask("append", body, Appended)
         except RunError as error:
