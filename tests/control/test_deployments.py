@@ -73,4 +73,5 @@ def test_two_checkpoints_behind_a_name(control: Control):
         weights.write_bytes(content)
         server.deploy(run, 3, name="tampered")
         until(lambda: "model.safetensors" in server.deployment("tampered").revisions[0].why, 120)
+        assert server.deployment("tampered").revisions[0].state == "failed"
         assert not server.deployment("tampered").revisions[0].ready

@@ -230,13 +230,13 @@ def _ending(
         return "failed", f"{error} ({row['class']}: {row['next']})", bool(row["retriable"])
     if code == 128 + signal.SIGKILL:
         return "failed", "its supervisor was killed", True
-    said = trainer.last_words()
+    said, refused = trainer.last_words(), isinstance(trainer, ServeProcess) and code == 1
     failure = classify_end(said, code)
     lines = [
         line for line in said.splitlines() if line.strip() and not line.startswith(("supervisor:", "tandem: next"))
     ]
     last = lines[-1].strip() if lines else "it printed nothing"
-    return "failed", f"exit code {code}: {last} ({failure.failure_class}: {failure.next})", failure.retriable
+    return "failed", f"exit code {code}: {last} ({failure.failure_class}: {failure.next})", failure.retriable and not refused
 
 
 def _status(run_dir: Path) -> Mapping[str, Any]:
