@@ -53,12 +53,14 @@ def test_every_write_is_in_the_log_once(plane: Served):
         ("/api/runs/{id}/resume", {}), ("/api/orgs", {"name": "o"}), ("/api/projects", {"name": "p"}),
         ("/api/keys", {"name": "k", "scopes": ["keys"]}), ("/api/keys/{id}/revoke", {}),
         ("/api/secrets", {"name": "B", "value": "canary-value"}), ("/api/secrets/{id}/delete", {}),
+        ("/api/deployments", {"name": "d", "run": run, "step": 1}), ("/api/deployments/{id}/promote", {"revision": 1}),
+        ("/api/deployments/{id}/rollback", {}), ("/api/deployments/{id}/undeploy", {}),
     ]  # fmt: skip
     ids = {"/api/runs/{id}/cancel": run, "/api/runs/{id}/resume": done, "/api/keys/{id}/revoke": key,
            "/api/secrets/{id}/delete": secret}  # fmt: skip
     assert {path for path, _ in (*of_attempt, *of_keys)} == {
         path for path, each in document["paths"].items() if "post" in each
-    } - {"/api/plans"}  # it writes nothing
+    } - {"/api/plans", "/v1/chat/completions", "/v1/completions"}  # they write nothing
     for path, body in (*of_attempt, *of_keys):
         before = len(rows(plane))
         filled, caller = path.replace("{id}", ids.get(path, attempt)), token if "attempts" in path else TOKEN

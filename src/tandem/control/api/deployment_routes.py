@@ -163,7 +163,7 @@ class DeploymentRoutes:
         try:
             body = json.loads(body_at_hand(request))
             name = body["model"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             name = None
         if not isinstance(name, str):
             raise RequestRefused(422, "model: write the name of a deployment", field="model")
