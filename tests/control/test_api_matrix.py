@@ -34,8 +34,8 @@ BODIES: dict[str, Any] = {
     "/api/deployments/{id}/promote": {"revision": 1},
     "/api/deployments/{id}/rollback": {},
     "/api/deployments/{id}/undeploy": {},
-    "/v1/chat/completions": {"model": f"{CANARY}-name", "messages": []},
-    "/v1/completions": {"model": f"{CANARY}-name", "prompt": "p"},
+    "/v1/chat/completions": {"model": "hidden-name", "messages": []},
+    "/v1/completions": {"model": "hidden-name", "prompt": "p"},
     "/api/attempts/{id}/claim": {"instance": "thief"},
     "/api/attempts/{id}/append": {"instance": "thief", "pieces": [piece("log.txt", 1, 0, b"x")]},
     "/api/attempts/{id}/end": {"instance": "thief", "state": "failed"},
@@ -68,7 +68,7 @@ class World:
 
     def call(self, method: str, path: str, key: str) -> Any:
         ids = {"runs": self.run, "views": self.run, "attempts": self.attempt, "keys": self.key, "secrets": self.secret}
-        ids["deployments"] = f"{CANARY}-name"
+        ids["deployments"] = "hidden-name"
         part = path.split("/")[2] if path.count("/") > 1 else ""
         filled = path.replace("{id}", ids.get(part, "")).replace("{name}", "log.txt")
         if path in OF_TWO_RUNS:
@@ -97,7 +97,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     run = plane.submit(
         theirs, secrets=[secret["name"]], name=f"{CANARY}-run", project=f"{CANARY}-project", group=CANARY
     )
-    plane.made("/api/deployments", {"name": f"{CANARY}-name", "run": run, "step": 1}, theirs)
+    plane.made("/api/deployments", {"name": "hidden-name", "run": run, "step": 1}, theirs)
     attempt, token = plane.open_attempt(run)
     claimed = plane.made(f"/api/attempts/{attempt}/claim", {"instance": "i"}, token)
     assert claimed["secrets"] == {secret["name"]: secret["value"]}
