@@ -22,7 +22,7 @@ from tandem.control.callers import Callers, all_keys
 from tandem.control.mirror import Mirror
 from tandem.control.sealing import read_master_keys
 from tandem.control.store import Store
-from tandem.control.tables import Attempt, Run
+from tandem.control.tables import Attempt, Revision, Run
 from tandem.control.tokens import attempt_token
 from tandem.recipes.plan_offers import plan_offers
 from tandem.serve.http.service import create_app
@@ -87,6 +87,11 @@ class Served:
 
         attempt = asyncio.run(self.plane.store.write(change))
         return attempt, attempt_token(SECRET, attempt)
+
+    def replica_runs(self) -> list[str]:
+        """The runs that serve revisions."""
+        asked = sa.select(Revision.replica)
+        return list(asyncio.run(self.plane.store.read(lambda session: list(session.scalars(asked)))))
 
     def close_attempt(self, run: str, state: Any = "waiting") -> None:
         def change(session: Any) -> None:

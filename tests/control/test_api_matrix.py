@@ -30,6 +30,12 @@ BODIES: dict[str, Any] = {
     "/api/keys/{id}/revoke": {},
     "/api/secrets": {"name": "ANOTHER", "value": "v"},
     "/api/secrets/{id}/delete": {},
+    "/api/deployments": {"name": "another", "run": "run_" + "a" * 26, "step": 1},
+    "/api/deployments/{id}/promote": {"revision": 1},
+    "/api/deployments/{id}/rollback": {},
+    "/api/deployments/{id}/undeploy": {},
+    "/v1/chat/completions": {"model": "hidden-name", "messages": []},
+    "/v1/completions": {"model": "hidden-name", "prompt": "p"},
     "/api/attempts/{id}/claim": {"instance": "thief"},
     "/api/attempts/{id}/append": {"instance": "thief", "pieces": [piece("log.txt", 1, 0, b"x")]},
     "/api/attempts/{id}/end": {"instance": "thief", "state": "failed"},
@@ -37,6 +43,7 @@ BODIES: dict[str, Any] = {
 OF_AGENTS = {path for path in BODIES if "/attempts/{id}/" in path}
 WITHOUT_KEY = {"/health", "/openapi.json", *page_paths()}
 OF_TWO_RUNS = {"/api/views/compare"}
+NAMED_IN_BODY = {"/api/deployments", "/v1/chat/completions", "/v1/completions"}
 OPERATORS = {("post", "/api/orgs"), ("get", "/metrics")}
 
 
@@ -62,11 +69,14 @@ class World:
 
     def call(self, method: str, path: str, key: str) -> Any:
         ids = {"runs": self.run, "views": self.run, "attempts": self.attempt, "keys": self.key, "secrets": self.secret}
+        ids["deployments"] = "hidden-name"
         part = path.split("/")[2] if path.count("/") > 1 else ""
         filled = path.replace("{id}", ids.get(part, "")).replace("{name}", "log.txt")
         if path in OF_TWO_RUNS:
             filled += f"?run={self.run}&run={self.run}"
         body = BODIES[path] if method == "post" else None
+        if path == "/api/deployments" and body:
+            body = {**body, "run": self.run}
         return asyncio.run(self._within(20.0, method.upper(), filled, key, body))
 
     async def _within(self, seconds: float, method: str, path: str, key: str, body: Any) -> httpx.Response:
@@ -90,6 +100,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     run = plane.submit(
         theirs, secrets=[secret["name"]], name=f"{CANARY}-run", project=f"{CANARY}-project", group=CANARY
     )
+    plane.made("/api/deployments", {"name": "hidden-name", "run": run, "step": 1}, theirs)
     attempt, token = plane.open_attempt(run)
     claimed = plane.made(f"/api/attempts/{attempt}/claim", {"instance": "i"}, token)
     assert claimed["secrets"] == {secret["name"]: secret["value"]}
@@ -153,7 +164,11 @@ def test_a_key_of_another_org_or_project_sees_nothing_of_this_one(world: World):
         for method, path, _ in world.operations():
             answer = world.call(method, path, key)
             expected = (
-                {401} if path in OF_AGENTS else {404} if "{id}" in path or path in OF_TWO_RUNS else {200, 201, 403}
+                {401}
+                if path in OF_AGENTS
+                else {404}
+                if "{id}" in path or path in OF_TWO_RUNS or (method == "post" and path in NAMED_IN_BODY)
+                else {200, 201, 403}
             )
             own_org = name == "same org, other project" and path == "/api/me"
             made_by_it = f"{CANARY} org" if (name, path) == ("operator", "/api/audit") else "\0"

@@ -43,6 +43,9 @@ def test_every_write_is_in_the_log_once(plane: Served):
     attempt, token = plane.open_attempt(run)
     plane.open_attempt(done)
     plane.close_attempt(done, "failed")
+    deployed = plane.made("/api/deployments", {"name": "d0", "run": done, "step": 1})["id"]
+    for each in plane.replica_runs():
+        plane.plane.replicas.seen(each, "", "http://127.0.0.1:1", plane.now[0])
     of_attempt = [
         ("/api/attempts/{id}/claim", {"instance": "i", "host": "box7"}),
         ("/api/attempts/{id}/append", {"instance": "i", "pieces": [piece("log.txt", 1, 0, b"x")]}),
@@ -53,12 +56,15 @@ def test_every_write_is_in_the_log_once(plane: Served):
         ("/api/runs/{id}/resume", {}), ("/api/orgs", {"name": "o"}), ("/api/projects", {"name": "p"}),
         ("/api/keys", {"name": "k", "scopes": ["keys"]}), ("/api/keys/{id}/revoke", {}),
         ("/api/secrets", {"name": "B", "value": "canary-value"}), ("/api/secrets/{id}/delete", {}),
+        ("/api/deployments", {"name": "d", "run": run, "step": 1}), ("/api/deployments/{id}/promote", {"revision": 1}),
+        ("/api/deployments/{id}/rollback", {}), ("/api/deployments/{id}/undeploy", {}),
     ]  # fmt: skip
     ids = {"/api/runs/{id}/cancel": run, "/api/runs/{id}/resume": done, "/api/keys/{id}/revoke": key,
-           "/api/secrets/{id}/delete": secret}  # fmt: skip
+           "/api/secrets/{id}/delete": secret,
+           **{f"/api/deployments/{{id}}/{verb}": "d0" for verb in ("promote", "rollback", "undeploy")}}  # fmt: skip
     assert {path for path, _ in (*of_attempt, *of_keys)} == {
         path for path, each in document["paths"].items() if "post" in each
-    } - {"/api/plans"}  # it writes nothing
+    } - {"/api/plans", "/v1/chat/completions", "/v1/completions"}  # they write nothing
     for path, body in (*of_attempt, *of_keys):
         before = len(rows(plane))
         filled, caller = path.replace("{id}", ids.get(path, attempt)), token if "attempts" in path else TOKEN
@@ -72,7 +78,7 @@ def test_every_write_is_in_the_log_once(plane: Served):
         assert [(each["action"], each["actor"]) for each in new] == [
             (f"POST {path}", attempt if "attempts" in path else "operator")
         ]
-        assert new[0]["item"] in (filled.split("/")[3] if "{id}" in path else new[0]["item"], attempt)
+        assert new[0]["item"] in (filled.split("/")[3] if "{id}" in path else new[0]["item"], attempt, deployed)
     assert "canary-value" not in json.dumps(rows(plane))
     assert next(each for each in rows(plane) if each["action"].endswith("/claim"))["told"]["host"] == "box7"
 

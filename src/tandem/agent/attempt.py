@@ -27,7 +27,7 @@ from typing import Any, Literal, cast
 
 from tandem.agent.link import Link
 from tandem.agent.shipping import Shipper
-from tandem.agent.trainer import RunProcess, only_agent
+from tandem.agent.trainer import RunProcess, ServeProcess, only_agent
 from tandem.errors import Fenced, RunError
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
@@ -86,7 +86,11 @@ class Agent:
                 claimed = self._claim()
                 if claimed is None:
                     return 128 + signal.SIGTERM
-                trainer = RunProcess(self.home, self.home.parent / RUNS / claimed.run)
+                runs = self.home.parent / RUNS
+                if (order := claimed.serve) is not None:
+                    trainer = ServeProcess(self.home, runs / order.run, order)
+                else:
+                    trainer = RunProcess(self.home, runs / claimed.run)
                 return self._attend(claimed, trainer)
             except Fenced as error:
                 _log.error("%s", error)
@@ -110,7 +114,10 @@ class Agent:
     def _exchange(self, shipper: Shipper, trainer: RunProcess) -> bool:
         """Renew the lease and send what grew; return whether more is there."""
         pieces = shipper.pieces()
-        body = AppendBody(instance=self._instance, sign=_sign(trainer.run_dir), pieces=tuple(pieces))
+        sign, serving = _sign(trainer.run_dir), ""
+        if isinstance(trainer, ServeProcess) and (serving := trainer.url()):
+            sign = SignOfLife(ticks=int(time.time()), limit_s=60.0, stage="serve")
+        body = AppendBody(instance=self._instance, sign=sign, serving=serving, pieces=tuple(pieces))
         try:
             told = self.link.ask("append", body, Appended)
         except RunError as error:
@@ -223,13 +230,13 @@ def _ending(
         return "failed", f"{error} ({row['class']}: {row['next']})", bool(row["retriable"])
     if code == 128 + signal.SIGKILL:
         return "failed", "its supervisor was killed", True
-    said = trainer.last_words()
+    said, refused = trainer.last_words(), isinstance(trainer, ServeProcess) and code == 1
     failure = classify_end(said, code)
     lines = [
         line for line in said.splitlines() if line.strip() and not line.startswith(("supervisor:", "tandem: next"))
     ]
     last = lines[-1].strip() if lines else "it printed nothing"
-    return "failed", f"exit code {code}: {last} ({failure.failure_class}: {failure.next})", failure.retriable
+    return "failed", f"exit code {code}: {last} ({failure.failure_class}: {failure.next})", failure.retriable and not refused
 
 
 def _status(run_dir: Path) -> Mapping[str, Any]:

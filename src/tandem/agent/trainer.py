@@ -12,11 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
+
 from tandem.agent import keep
 from tandem.errors import RunOwned
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
 from tandem.io.process_identity import is_there
+from tandem.shapes.agent import ServeOrder
 
 _LOCK, _WHO, _CODE, OUTPUT = "trainer.lock", "trainer.json", "trainer.code", "trainer.log"
 
@@ -102,6 +105,32 @@ class RunProcess:
         with (self._home / _LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+class ServeProcess(RunProcess):
+    """A replica: `tandem serve` of one step of a run, which checks the seal before and after it loads."""
+
+    def __init__(self, home: Path, trained: Path, order: ServeOrder) -> None:
+        super().__init__(home, home / "replica")
+        self._trained, self._order, self._ready = trained, order, home / "ready.json"
+        atomic_write.make_directory(self.run_dir, mode=atomic_write.PRIVATE)
+
+    def url(self) -> str:
+        """Return where it answers; empty if it does not."""
+        try:
+            url = str(cast("dict[str, Any]", read_json(self._ready))["url"])
+            return url if httpx.get(f"{url}/health", timeout=2.0).status_code == 200 else ""
+        except (OSError, ValueError, KeyError, httpx.HTTPError):
+            return ""
+
+    def _command(self, spec_toml: str) -> list[str]:
+        data_dir = self._home / "serve"
+        atomic_write.make_directory(data_dir, mode=atomic_write.PRIVATE)
+        atomic_write.write_bytes(data_dir / "token", self._order.token.encode(), mode=0o600)
+        return [
+            sys.executable, "-P", "-m", "tandem", "serve", str(self._trained), "--step", str(self._order.step),
+            "--name", self._order.model, "--port", "0", "--data-dir", str(data_dir), "--ready-file", str(self._ready),
+        ]  # fmt: skip
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
 from tandem.cli.control import control_app
 from tandem.cli.dashboard import dashboard
+from tandem.cli.deployments import deploy, deployments, promote, rollback, undeploy
 from tandem.cli.engine import engine_app
 from tandem.cli.env_check import env_check
 from tandem.cli.feedback import feedback_command
@@ -281,13 +282,17 @@ def serve(
     feedback: Annotated[
         bool, typer.Option("--feedback", help="Keep each chat in --data-dir, up to 1 GiB, and take thumbs for its id.")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Serve a run's checkpoint of this step. Default: its final weights.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name to serve it under. Default: the directory's.")] = "",
 ) -> None:
     """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
     from tandem.recipes.serve import default_data_dir, serve_model
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
-    serve_model(source, listen, thinking=thinking, feedback=feedback)
+    serve_model(source, listen, thinking=thinking, feedback=feedback, step=step, name=name)
 
 
 @app.command()
@@ -520,6 +525,8 @@ app.command("feedback")(feedback_command)
 for command in (runs, watch, explain, report, compare, login, submit, cancel, logs, pull):
     app.command()(command)
 app.command()(targets)
+for command in (deploy, deployments, promote, rollback, undeploy):
+    app.command()(command)
 app.command()(mcp)
 app.command()(dashboard)
 app.command()(top)

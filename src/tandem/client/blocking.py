@@ -14,6 +14,7 @@ from tandem.client.place import Place, find_place
 from tandem.client.pull import Pulled, pull
 from tandem.client.requests import Call, EventReader, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
+from tandem.shapes.deployments import DeployBody, DeploymentInfo
 from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS, PlanBody, PlanInfo
 from tandem.shapes.runs import (
     AttemptInfo,
@@ -124,6 +125,29 @@ class Tandem(AbstractContextManager["Tandem"]):
             if not page.next:
                 break
         return found
+
+    def deploy(self, run: str, step: int, *, name: str, weight: int = 0, target: str = "") -> DeploymentInfo:
+        """Put a checkpoint of a run behind a name, as its next revision. `target`: default: the run's own."""
+        asked = requests.body(DeployBody, name=name, run=run, step=step, weight=weight, target=target)
+        return self.call(requests.deploy(asked))
+
+    def deployments(self) -> list[DeploymentInfo]:
+        return self.call(requests.deployments()).items
+
+    def deployment(self, name: str) -> DeploymentInfo:
+        return self.call(requests.deployment(name))
+
+    def promote(self, name: str, revision: int) -> DeploymentInfo:
+        """Give all requests of a name to one revision, which must answer already."""
+        return self.call(requests.promote(name, revision))
+
+    def rollback(self, name: str) -> DeploymentInfo:
+        """Undo the last promote."""
+        return self.call(requests.rollback(name))
+
+    def undeploy(self, name: str) -> DeploymentInfo:
+        """Take a name away; what its replicas have begun is answered."""
+        return self.call(requests.undeploy(name))
 
     def usage(self, *, since: int = 0, until: int = 0) -> Iterator[UsageInfo]:
         """Yield what each closed attempt used. `since`, `until`: milliseconds since 1970, for when they ended."""

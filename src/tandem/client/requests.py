@@ -27,6 +27,7 @@ from tandem.errors import (
 )
 from tandem.io.retry_after import retry_after_s
 from tandem.shapes.base import Answer, Asked
+from tandem.shapes.deployments import DeployBody, DeploymentInfo, DeploymentList, PromoteBody
 from tandem.shapes.plans import PlanBody, PlanInfo
 from tandem.shapes.runs import (
     ENDED,
@@ -167,6 +168,31 @@ def set_secret(body: SecretBody) -> Call[SecretInfo]:
 
 def delete_secret(secret_id: str) -> Call[SecretInfo]:
     return _post(f"/api/secrets/{_part(secret_id)}/delete", SecretInfo, Asked())
+
+
+def deployments() -> Call[DeploymentList]:
+    return _get("/api/deployments", DeploymentList)
+
+
+def deployment(name: str) -> Call[DeploymentInfo]:
+    return _get(f"/api/deployments/{_part(name)}", DeploymentInfo)
+
+
+def deploy(body: DeployBody) -> Call[DeploymentInfo]:
+    return _post("/api/deployments", DeploymentInfo, body)
+
+
+def promote(name: str, revision: int) -> Call[DeploymentInfo]:
+    asked = body(PromoteBody, revision=revision)
+    return _post(f"/api/deployments/{_part(name)}/promote", DeploymentInfo, asked)
+
+
+def rollback(name: str) -> Call[DeploymentInfo]:
+    return _post(f"/api/deployments/{_part(name)}/rollback", DeploymentInfo, Asked())
+
+
+def undeploy(name: str) -> Call[DeploymentInfo]:
+    return _post(f"/api/deployments/{_part(name)}/undeploy", DeploymentInfo, Asked())
 
 
 def projects() -> Call[ProjectList]:

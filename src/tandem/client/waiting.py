@@ -15,6 +15,7 @@ from tandem.client.place import Place, find_place
 from tandem.client.pull import Pulled, pull
 from tandem.client.requests import Call, EventReader, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
+from tandem.shapes.deployments import DeployBody, DeploymentInfo
 from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS, PlanBody, PlanInfo
 from tandem.shapes.runs import (
     AttemptInfo,
@@ -125,6 +126,29 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
             if not page.next:
                 break
         return found
+
+    async def deploy(self, run: str, step: int, *, name: str, weight: int = 0, target: str = "") -> DeploymentInfo:
+        """Put a checkpoint of a run behind a name, as its next revision. `target`: default: the run's own."""
+        asked = requests.body(DeployBody, name=name, run=run, step=step, weight=weight, target=target)
+        return await self.call(requests.deploy(asked))
+
+    async def deployments(self) -> list[DeploymentInfo]:
+        return (await self.call(requests.deployments())).items
+
+    async def deployment(self, name: str) -> DeploymentInfo:
+        return await self.call(requests.deployment(name))
+
+    async def promote(self, name: str, revision: int) -> DeploymentInfo:
+        """Give all requests of a name to one revision, which must answer already."""
+        return await self.call(requests.promote(name, revision))
+
+    async def rollback(self, name: str) -> DeploymentInfo:
+        """Undo the last promote."""
+        return await self.call(requests.rollback(name))
+
+    async def undeploy(self, name: str) -> DeploymentInfo:
+        """Take a name away; what its replicas have begun is answered."""
+        return await self.call(requests.undeploy(name))
 
     async def usage(self, *, since: int = 0, until: int = 0) -> AsyncIterator[UsageInfo]:
         """Yield what each closed attempt used. `since`, `until`: milliseconds since 1970, for when they ended."""

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from tandem.control.tables import Key
-from tandem.control.tokens import attempt_token, hash_of, id_in
+from tandem.control.tokens import attempt_token, hash_of, id_in, serve_token
 from tandem.shapes.runs import SCOPES
 
 OPERATOR = "operator"
@@ -52,6 +52,10 @@ class Callers:
     def put(self, row: Key) -> None:
         """Know a key that was made or revoked."""
         self._keys[row.id] = row
+
+    def serve_token(self, attempt: str) -> str:
+        """Return the token of the server that an attempt starts."""
+        return serve_token(self._secret, attempt)
 
     def rows(self) -> list[Key]:
         return list(self._keys.values())

@@ -41,7 +41,7 @@ def visible_run(session: Session, caller: Caller, run_id: str) -> Run:
 
 
 def _seen_by(caller: Caller) -> list[sa.ColumnElement[bool]]:
-    return [Run.org == caller.org, *([Run.project == caller.project] if caller.project else [])]
+    return [Run.org == caller.org, Run.serves.is_(None), *([Run.project == caller.project] if caller.project else [])]
 
 
 def run_info(session: Session, caller: Caller, run_id: str, now: int) -> RunInfo:

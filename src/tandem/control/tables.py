@@ -152,6 +152,37 @@ class Run(Base):
     rev: Mapped[int] = mapped_column(Integer)
     """Counts the writes of this row: a writer that has read another number writes nothing."""
     ended_at: Mapped[int] = mapped_column(BigInteger)
+    serves: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """The run and step whose weights it serves, if it is the replica of a revision; NULL: it trains."""
+
+
+class Deployment(Base):
+    """A name that models answer to."""
+
+    __tablename__ = "deployments"
+    __table_args__ = (UniqueConstraint("org", "name", name="one_deployment_a_name"),)
+    id: Mapped[str] = mapped_column(_ID, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    project: Mapped[str] = mapped_column(_ID)
+    name: Mapped[str] = mapped_column(_NAME)
+    at: Mapped[int] = mapped_column(BigInteger)
+    before: Mapped[dict[str, int]] = mapped_column(JSON)
+    """The weights by revision before the last promote, for a rollback."""
+
+
+class Revision(Base):
+    """One checkpoint behind a name, and its share of the requests."""
+
+    __tablename__ = "revisions"
+    deployment: Mapped[str] = mapped_column(_ID, ForeignKey("deployments.id"), primary_key=True)
+    n: Mapped[int] = mapped_column(Integer, primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    at: Mapped[int] = mapped_column(BigInteger)
+    run: Mapped[str] = mapped_column(_ID, ForeignKey("runs.id"))
+    step: Mapped[int] = mapped_column(Integer)
+    replica: Mapped[str] = mapped_column(_ID, ForeignKey("runs.id"))
+    """The run that serves it."""
+    weight: Mapped[int] = mapped_column(Integer)
 
 
 class Attempt(Base):

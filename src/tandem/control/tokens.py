@@ -31,6 +31,11 @@ def attempt_token(secret: bytes, attempt_id: str) -> str:
     return f"tda_{attempt_id.removeprefix('attempt_')}_{mac}"
 
 
+def serve_token(secret: bytes, attempt_id: str) -> str:
+    """Return the token of the server that an attempt starts."""
+    return hmac.new(secret, f"serve {attempt_id}".encode(), hashlib.sha256).hexdigest()
+
+
 def id_in(token: str) -> tuple[str, str]:
     """Return which kind of token this says it is, `key` or `attempt`, and of which id. Nothing is checked yet."""
     kind, _, rest = token.partition("_")

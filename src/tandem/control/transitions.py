@@ -44,6 +44,8 @@ class Submitted:
     max_cost_usd: float = 0.0
     retries: int = 3
     secrets: tuple[str, ...] = ()
+    serves: dict[str, Any] | None = None
+    """The run and step whose weights it serves, for a replica."""
 
 
 def make_org(session: Session, name: str, now: int) -> str:

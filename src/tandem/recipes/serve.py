@@ -21,6 +21,7 @@ from tandem.obs.live_view import busy
 from tandem.obs.run_history import read_status
 from tandem.protocols import Engine
 from tandem.recipes.online_export import find_learned, merged_copy
+from tandem.runs.checkpoints import Checkpoints
 from tandem.serve.http.run import Listen, serve_forever
 from tandem.serve.terminal_chat import chat_loop
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
@@ -31,20 +32,23 @@ from tandem.types import Sampling
 
 def serve_model(
     source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False,
-    feedback: bool = False,
+    feedback: bool = False, step: int | None = None, name: str = "",
 ) -> None:  # fmt: skip
     """Serve a model over OpenAI's API until SIGTERM or Ctrl-C. `feedback`: keep each chat in the data directory, and
-    take thumbs for its id."""
+    take thumbs for its id. `step`: the checkpoint of a run to serve; its files are checked by its seal before and after
+    they are loaded. `name`: to serve it under; default: the directory's."""
     from tandem.serve.http.service import create_app
     from tandem.serve.openai.routes import openai_service
 
-    path, name, version = find_model(source)
+    path, found_name, version = find_model(source) if step is None else find_step(Path(source), step)
     token = listen.token()  # before the model is loaded, so that a wrong data directory is reported at once
     chats = ChatStore(listen.data_dir) if feedback else None
     # inline=False: the model computes off the event loop, so that HTTP can answer meanwhile.
     model, engine = load_model(path, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
+    if step is not None:
+        find_step(Path(source), step)
     service = openai_service(
-        engine, model.renderer, model_id=name, context=model.context, num_ids=model.num_ids, chats=chats
+        engine, model.renderer, model_id=name or found_name, context=model.context, num_ids=model.num_ids, chats=chats
     )
     serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
 
@@ -153,6 +157,15 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
     if not export.exists():
         raise RunError(f"{path}: has no export/, because the run did not succeed; see {path / 'status.json'}")
     return str(export), path.name, int(read_status(path).get("steps_done", 0))
+
+
+def find_step(run_dir: Path, step: int) -> tuple[str, str, int]:
+    """Return the same for a checkpoint of a run. RunError if there is none, CheckpointDamaged if its files differ from
+    its seal."""
+    checkpoints = Checkpoints(run_dir)
+    if step not in checkpoints.versions():
+        raise RunError(f"{run_dir}: has no checkpoint of step {step}, so there is no proof of its weights")
+    return str(checkpoints.read(step).path / "deploy"), run_dir.name, step
 
 
 def load_model(

@@ -62,6 +62,18 @@ class ClaimBody(Asked):
     """The agent's Tandem version."""
 
 
+class ServeOrder(Answer):
+    """What a replica serves."""
+
+    run: str
+    """The run whose directory on this machine holds the weights."""
+    step: int
+    model: str
+    """The name to serve it under."""
+    token: str = Field(repr=False)
+    """That the server asks of its callers."""
+
+
 class Claimed(Answer):
     """The attempt is this execution's. What it needs to train."""
 
@@ -75,6 +87,8 @@ class Claimed(Answer):
     """The whole spec, with absolute defaults filled in by the submitter; `tandem train` reads it as it is."""
     secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     """Variables for the environment of the trainer's process, and for nothing else: no file, argv or log."""
+    serve: ServeOrder | None = None
+    """Serve this instead of training."""
     lease_s: float
     """The control plane closes the attempt after this long without a sign of life."""
     streams: dict[str, Stream] = Field(default_factory=dict)
@@ -107,6 +121,8 @@ class AppendBody(Asked):
 
     instance: Instance
     sign: SignOfLife = SignOfLife()
+    serving: str = Field(default="", pattern=r"^(https?://[A-Za-z0-9.:\[\]-]+)?$", max_length=300)
+    """Where this replica answers now; empty: it does not, or it trains."""
     pieces: tuple[Piece, ...] = Field(default=(), max_length=256)
 
 

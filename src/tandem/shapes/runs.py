@@ -24,10 +24,10 @@ def _free_name(name: str) -> str:
 
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}$")]
-Scope = Literal["runs:read", "runs:write", "keys", "secrets", "admin"]
+Scope = Literal["runs:read", "runs:write", "keys", "secrets", "deploy", "chat", "admin"]
 """runs:read: see runs. runs:write: submit, cancel, resume. keys: make and revoke keys. secrets: set and delete secrets,
-and list their names. admin: make projects, and read the audit log."""
-SCOPES: tuple[Scope, ...] = ("runs:read", "runs:write", "keys", "secrets", "admin")
+and list their names. deploy: put models behind names. chat: ask them. admin: make projects, and read the audit log."""
+SCOPES: tuple[Scope, ...] = ("runs:read", "runs:write", "keys", "secrets", "deploy", "chat", "admin")
 SecretName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]{0,99}$"), AfterValidator(_free_name)]
 SecretValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=30_000)]
 """Of an environment variable, which cannot hold the character 0."""

@@ -14,7 +14,7 @@ from tandem.control.tables import Attempt, Run
 from tandem.errors import NotKnown
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.service import HotRoute
-from tandem.shapes.agent import AppendBody, Appended, ClaimBody, Claimed, EndBody, Ended
+from tandem.shapes.agent import AppendBody, Appended, ClaimBody, Claimed, EndBody, Ended, ServeOrder
 
 _LEASE_S = transitions.LEASE_MS / 1000
 
@@ -52,7 +52,7 @@ class AgentRoutes:
         return answer(
             Claimed(
                 attempt=attempt, run=run, n=claimed.n, name=of_run.name, spec_toml=of_run.spec_toml, lease_s=_LEASE_S,
-                streams=streams, secrets=secrets,
+                streams=streams, secrets=secrets, serve=self._order(attempt, of_run),
             ),
             headers={"Cache-Control": "no-store"},
         )  # fmt: skip
@@ -70,6 +70,8 @@ class AgentRoutes:
         async with self.plane.mirror.locks[run]:
             want = await self.plane.store.write_plain(renew)
             streams = await self.plane.mirror.append(run, body.pieces)
+        if body.serving:
+            self.plane.replicas.seen(run, attempt, body.serving, now)
         return answer(Appended(want=want, lease_s=_LEASE_S, streams=streams))
 
     @speaks(EndBody, answer=Ended)
@@ -92,6 +94,12 @@ class AgentRoutes:
                 await self.plane.store.write(change)
         self.plane.wake()
         return answer(Ended(written=not differ, differ=differ))
+
+    def _order(self, attempt: str, run: Run) -> ServeOrder | None:
+        if run.serves is None:
+            return None
+        token = self.plane.callers.serve_token(attempt)
+        return ServeOrder(run=run.serves["run"], step=run.serves["step"], model=run.name, token=token)
 
     async def _run_of(self, attempt: str) -> str:
         if attempt not in self._runs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from tandem.control.callers import AgentCaller, Caller, Callers
 from tandem.control.mirror import Mirror
 from tandem.control.once import once
 from tandem.control.rates import RateLimit
+from tandem.control.replicas import Replicas
 from tandem.control.sealing import MasterKeys
 from tandem.control.store import Store
 from tandem.io.request_key import RequestKey
@@ -59,6 +60,8 @@ class Plane:
     """Plans a spec for what a target offers."""
     wake: Callable[[], None]
     """Called when a run has changed, so that the loop looks at once."""
+    replicas: Replicas = field(default_factory=Replicas)
+    """Where the replicas of deployments answer."""
 
     async def with_progress(self, info: RunInfo) -> RunInfo:
         """Return the run with what its mirrored files say of its progress."""

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.control import audit
 from tandem.control.api.agent_routes import AgentRoutes
+from tandem.control.api.deployment_routes import DeploymentRoutes
 from tandem.control.api.org_routes import OrgRoutes
 from tandem.control.api.requests import Plane, authenticate
 from tandem.control.api.run_routes import READ_BYTES, RunRoutes
@@ -60,7 +61,8 @@ def control_service(
     `requests_per_s`: of each key; 0: no limit. `assistant`: what answers /mcp."""
     runs, agents, views = RunRoutes(plane), AgentRoutes(plane), view_routes(plane)
     router = APIRouter()
-    for each in (runs, agents, OrgRoutes(plane), SecretRoutes(plane), views):
+    deployments = DeploymentRoutes(plane)
+    for each in (runs, agents, deployments, OrgRoutes(plane), SecretRoutes(plane), views):
         router.include_router(each.router)
     tasks: list[asyncio.Task[None]] = []
 
@@ -96,6 +98,7 @@ def control_service(
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
+        await deployments.close()
         if close is not None:
             await close()
         if assistant is not None:

@@ -1,0 +1,227 @@
+"""Deployments, and OpenAI's routes over them: each request is passed to one replica of one revision, unbuffered."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import httpx
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from sqlalchemy.orm import Session
+
+from tandem.control import deployments
+from tandem.control.api.requests import Nothing, Plane, answer, caller_of, written_once
+from tandem.control.replicas import Replica
+from tandem.control.tables import Deployment
+from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
+from tandem.serve.http.refusals import RequestRefused
+from tandem.serve.http.service import body_at_hand
+from tandem.shapes.base import Asked
+from tandem.shapes.deployments import DeployBody, DeploymentInfo, DeploymentList, PromoteBody
+
+WAIT_S = 30.0
+"""How long a request waits for a replica."""
+SESSION = "x-session-id"
+"""Header of requests that the same revision should answer; without it OpenAI's field `user`."""
+_POLL_S, _READ_S = 0.1, 600.0
+
+
+class DeploymentRoutes:
+    def __init__(self, plane: Plane) -> None:
+        self.plane = plane
+        self.router = APIRouter()
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(_READ_S, connect=2.0), limits=httpx.Limits(max_connections=None), trust_env=False
+        )
+        add = self.router.add_api_route
+        add("/api/deployments", self.list, methods=["GET"])
+        add("/api/deployments", self.deploy, methods=["POST"], status_code=201)
+        add("/api/deployments/{id}", self.show, methods=["GET"])
+        add("/api/deployments/{id}/promote", self.promote, methods=["POST"])
+        add("/api/deployments/{id}/rollback", self.rollback, methods=["POST"])
+        add("/api/deployments/{id}/undeploy", self.undeploy, methods=["POST"])
+        add("/v1/models", self.models, methods=["GET"])
+        add("/v1/chat/completions", self.chat, methods=["POST"])
+        add("/v1/completions", self.complete, methods=["POST"])
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    @speaks(answer=DeploymentList, scope="deploy")
+    async def list(self, request: Request) -> Response:
+        """List deployments."""
+        return answer(DeploymentList(items=await self._infos(request, "deploy")))
+
+    @speaks(answer=DeploymentInfo, scope="deploy")
+    async def show(self, id: str, request: Request) -> Response:
+        """Return the deployment of a name."""
+        caller, now = caller_of(request, "deploy"), self.plane.clock()
+        return answer(
+            await self.plane.store.read(lambda session: self._info(session, deployments.find(session, caller, id), now))
+        )
+
+    @speaks(DeployBody, key="required", status=201, answer=DeploymentInfo, scope="deploy")
+    async def deploy(self, request: Request) -> Response:
+        """Put a checkpoint of a run behind a name, as its next revision."""
+        caller = caller_of(request, "deploy")
+
+        def change(session: Session, body: DeployBody, now: int) -> DeploymentInfo:
+            run = deployments.visible_run(session, caller, body.run)
+            if body.target not in ("", run.target):
+                raise RequestRefused(
+                    422, f"target = '{body.target}': the weights of '{run.id}' are on '{run.target}'", field="target"
+                )
+            price = self.plane.prices.get(run.target)
+            if price is None:
+                raise RequestRefused(422, f"target = '{run.target}': this server has it no more", field="target")
+            made = deployments.deploy(session, caller, body, price, now)
+            return self._info(session, session.get_one(Deployment, made), now)
+
+        return JSONResponse(await written_once(self.plane, request, DeployBody, change), 201)
+
+    @speaks(PromoteBody, key="required", answer=DeploymentInfo, scope="deploy")
+    async def promote(self, id: str, request: Request) -> Response:
+        """Give all requests of a name to one revision."""
+
+        def change(session: Session, row: Deployment, body: PromoteBody, now: int) -> None:
+            deployments.promote(session, row, body.revision, self.plane.replicas, now)
+
+        return await self._changed(request, id, PromoteBody, change)
+
+    @speaks(Nothing, optional=True, key="required", answer=DeploymentInfo, scope="deploy")
+    async def rollback(self, id: str, request: Request) -> Response:
+        """Undo the last promote."""
+
+        def change(session: Session, row: Deployment, _: Asked, now: int) -> None:
+            deployments.rollback(session, row, self.plane.replicas, now)
+
+        return await self._changed(request, id, Nothing, change)
+
+    @speaks(Nothing, optional=True, key="required", answer=DeploymentInfo, scope="deploy")
+    async def undeploy(self, id: str, request: Request) -> Response:
+        """Take a name away; its replicas answer what they have begun, and end."""
+        caller = caller_of(request, "deploy")
+
+        def change(session: Session, _: Nothing, now: int) -> DeploymentInfo:
+            row = deployments.find(session, caller, id)
+            told = self._info(session, row, now)
+            deployments.undeploy(session, row, now)
+            return told
+
+        return JSONResponse(await written_once(self.plane, request, Nothing, change))
+
+    async def _changed(
+        self, request: Request, name: str, kind: type[Any], change: Callable[[Session, Deployment, Any, int], None]
+    ) -> Response:
+        caller = caller_of(request, "deploy")
+
+        def made(session: Session, body: Any, now: int) -> DeploymentInfo:
+            row = deployments.find(session, caller, name)
+            change(session, row, body, now)
+            return self._info(session, row, now)
+
+        return JSONResponse(await written_once(self.plane, request, kind, made))
+
+    def _info(self, session: Session, row: Deployment, now: int) -> DeploymentInfo:
+        return deployments.info(session, row, self.plane.replicas, now)
+
+    async def _infos(self, request: Request, scope: str) -> list[DeploymentInfo]:
+        caller, now = caller_of(request, scope), self.plane.clock()
+        return await self.plane.store.read(
+            lambda session: [self._info(session, row, now) for row in deployments.listed(session, caller)]
+        )
+
+    # --- OpenAI's routes
+
+    @speaks(scope="chat")
+    async def models(self, request: Request) -> Response:
+        """List the names that can be asked, and each `NAME@N`."""
+        rows = list[dict[str, Any]]()
+        for each in await self._infos(request, "chat"):
+            for name in (each.name, *(f"{each.name}@{revision.n}" for revision in each.revisions)):
+                rows.append({"id": name, "object": "model", "created": each.at // 1000, "owned_by": "tandem"})
+        return JSONResponse({"object": "list", "data": rows})
+
+    @speaks(dict[str, Any], answers=(JSON, EVENTS), scope="chat")
+    async def chat(self, request: Request) -> Response:
+        """Ask a deployment, as OpenAI's chat completions."""
+        return await self._pass_on(request, "/v1/chat/completions")
+
+    @speaks(dict[str, Any], answers=(JSON, EVENTS), scope="chat")
+    async def complete(self, request: Request) -> Response:
+        """Ask a deployment, as OpenAI's completions."""
+        return await self._pass_on(request, "/v1/completions")
+
+    async def _pass_on(self, request: Request, path: str) -> Response:
+        caller = caller_of(request, "chat")
+        body: Any = None
+        try:
+            body = json.loads(body_at_hand(request))
+            name = body["model"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            name = None
+        if not isinstance(name, str):
+            raise RequestRefused(422, "model: write the name of a deployment", field="model")
+        sent = cast("dict[str, Any]", body)
+        session_id = request.headers.get(SESSION) or str(sent.get("user") or "")
+        until = asyncio.get_running_loop().time() + WAIT_S
+        while True:
+            found = await self.plane.store.read(lambda session: deployments.choices(session, caller, name))
+            n, run = _pick(found, session_id)
+            replica = self.plane.replicas.find(run, self.plane.clock())
+            revision = f"{name.partition('@')[0]}@{n}"
+            if replica is not None:
+                told = await self._ask(path, {**sent, "model": revision}, replica)
+                if told is not None:
+                    return _passed(told, revision)
+                self.plane.replicas.lost(run)
+            if asyncio.get_running_loop().time() > until:
+                raise RequestRefused(503, f"'{revision}' does not answer now; ask again", retry_after_s=5.0)
+            await asyncio.sleep(_POLL_S)
+
+    async def _ask(self, path: str, body: dict[str, Any], replica: Replica) -> httpx.Response | None:
+        """Send it to a replica; return its answer, not read yet. None if it never reached it."""
+        headers = {"Authorization": f"Bearer {self.plane.callers.serve_token(replica.attempt)}"}
+        try:
+            asked_for = self._http.build_request("POST", f"{replica.url}{path}", json=body, headers=headers)
+            return await self._http.send(asked_for, stream=True)
+        except httpx.ConnectError:
+            return None
+        except httpx.TransportError as error:
+            raise RequestRefused(
+                503, f"the replica ended while it answered ({type(error).__name__}); ask again"
+            ) from None
+
+
+def _pick(found: list[tuple[int, int, str]], session_id: str) -> tuple[int, str]:
+    """Return number and replica of a revision, by weight; the same one for the same session."""
+    total = sum(weight for _, weight, _ in found)
+    if not total:
+        raise RequestRefused(503, "no revision of this name has a weight; promote one", retry_after_s=5.0)
+    if session_id:
+        at = int.from_bytes(hashlib.sha256(session_id.encode()).digest()[:8], "big") / 2**64 * total
+    else:
+        at = random.random() * total
+    for n, weight, run in found:
+        at -= weight
+        if at < 0:
+            return n, run
+    return found[-1][0], found[-1][2]
+
+
+def _passed(told: httpx.Response, revision: str) -> Response:
+    async def pieces() -> AsyncIterator[bytes]:
+        try:
+            async for piece in told.aiter_raw():
+                yield piece
+        finally:
+            await told.aclose()
+
+    kept = ("content-type", "content-length", "content-encoding", "retry-after", "cache-control", "x-accel-buffering")
+    headers = {name: told.headers[name] for name in kept if name in told.headers} | {"X-Tandem-Revision": revision}
+    return StreamingResponse(pieces(), told.status_code, headers)

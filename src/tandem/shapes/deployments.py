@@ -1,0 +1,58 @@
+"""Between a user and the control plane: deployments, models behind names."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StringConstraints
+
+from tandem.shapes.base import Answer, Asked
+
+DeploymentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,59}$")]
+
+
+class DeployBody(Asked):
+    """A checkpoint to put behind a name, as its next revision."""
+
+    name: DeploymentName
+    run: str = Field(max_length=40)
+    step: int = Field(ge=0, lt=2**31)
+    weight: int = Field(default=0, ge=0, le=1000)
+    """Its share of the requests, beside the weights of the others. The first revision of a name gets 100 in place of
+    0."""
+    target: str = Field(default="", max_length=40)
+    """Default: the run's own, which holds its weights."""
+
+
+class PromoteBody(Asked):
+    """The revision that gets all requests."""
+
+    revision: int = Field(ge=1, lt=2**31)
+
+
+class RevisionInfo(Answer):
+    """One checkpoint behind a name."""
+
+    n: int
+    run: str
+    step: int
+    weight: int
+    state: str
+    """Of its replica, as of a run: running once it was claimed, failed if it was refused."""
+    why: str
+    ready: bool
+    """Whether its replica answers now."""
+    at: int
+
+
+class DeploymentInfo(Answer):
+    """A name and its revisions, the oldest first."""
+
+    id: str
+    name: str
+    at: int
+    revisions: list[RevisionInfo]
+
+
+class DeploymentList(Answer):
+    items: list[DeploymentInfo]
