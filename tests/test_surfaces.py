@@ -82,6 +82,11 @@ CLIENT_METHOD = {
     "control secret delete": "Tandem.delete_secret",
     "control usage": "Tandem.usage",
     "control audit": "Tandem.audit",
+    "deploy": "Tandem.deploy",
+    "deployments": "Tandem.deployments",
+    "promote": "Tandem.promote",
+    "rollback": "Tandem.rollback",
+    "undeploy": "Tandem.undeploy",
 }
 """Commands for a control server, and what does their work in `tandem.client`."""
 

@@ -222,6 +222,12 @@ class CheckpointDamaged(CheckpointError):
     """A file was changed after it was written, or no complete checkpoint is left."""
 
 
+class Unproven(CheckpointError):
+    """Weights that were asked for by their step have no seal, or differ from it. They are not served."""
+
+    exit_code = 2
+
+
 class CheckpointUnsaved(TandemError):
     """Too many saves in a row failed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import openai
 import pytest
+from typer.testing import CliRunner
 from whole_way import Control, until
 
+from tandem.cli.main import app
 from tandem.client import Tandem
 from tandem.errors import ControlConflict, ControlNotKnown
 
@@ -22,10 +25,12 @@ def control(tmp_path: Path) -> Iterator[Control]:
     started.close()
 
 
-def test_two_checkpoints_behind_a_name(control: Control):
+def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.MonkeyPatch):
     run = control.submit(3)
     until(lambda: control.state(run) == "succeeded", 240)
     url = f"http://127.0.0.1:{control.port}"
+    monkeypatch.setenv("TANDEM_CONTROL", url)
+    monkeypatch.setenv("TANDEM_CONTROL_KEY", control.token)
     ask = openai.OpenAI(base_url=f"{url}/v1", api_key=control.key("chat"), max_retries=0)
 
     def revision_of(model: str) -> str | None:
@@ -40,17 +45,38 @@ def test_two_checkpoints_behind_a_name(control: Control):
         def is_ready(n: int) -> bool:
             return server.deployment("support").revisions[n - 1].ready
 
-        server.deploy(run, 2, name="support")
+        def told(*words: str) -> str:
+            found = CliRunner().invoke(app, list(words))
+            assert not found.exit_code, found.output
+            return found.output
+
+        told("deploy", f"{run}@2", "--name", "support")
         until(lambda: is_ready(1), 120)
+        assert told("deployments").split() == ["support@1", f"{run}@2", "weight", "100", "ready"]
+        assert json.loads(told("deployments", "support", "--json"))[0]["revisions"][0]["step"] == 2
         assert revision_of("support") == "support@1"
+        stream = ask.chat.completions.create(
+            model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True
+        )
+        assert [piece.choices[0].finish_reason for piece in stream if piece.choices][-1] in ("stop", "length")
+        for words, why in (
+            (("deploy", "run_nothing@2", "--name", "support"), "run"),
+            (("deploy", f"{run}@two", "--name", "support"), "write the step as a number"),
+            (("promote", "support"), "write a name and a revision"),
+            (("rollback", "support"), "nothing to go back to"),
+            (("undeploy", "another"), "no deployment 'another'"),
+        ):
+            refused = CliRunner().invoke(app, list(words))
+            assert refused.exit_code
+            assert why in " ".join(f"{refused.output} {refused.exception}".replace("│", " ").split())
         server.deploy(run, 3, name="support")
         with pytest.raises(ControlConflict, match="does not answer yet"):
             server.promote("support", 2)
         until(lambda: is_ready(2), 120)
         assert (revision_of("support"), revision_of("support@2")) == ("support@1", "support@2")
-        server.promote("support", 2)
+        told("promote", "support@2")
         assert revision_of("support") == "support@2"
-        server.rollback("support")
+        told("rollback", "support")
         assert revision_of("support") == "support@1"
 
         for pid in control.processes("serve", "support@1"):
@@ -60,7 +86,7 @@ def test_two_checkpoints_behind_a_name(control: Control):
         assert revision_of("support") == "support@1"
 
         assert [each.id for each in server.runs()] == [run]
-        server.undeploy("support")
+        told("undeploy", "support")
         with pytest.raises(ControlNotKnown):
             server.deployment("support")
         with pytest.raises(openai.NotFoundError, match="no deployment 'support'"):
@@ -72,6 +98,10 @@ def test_two_checkpoints_behind_a_name(control: Control):
         content[-1] ^= 1
         weights.write_bytes(content)
         server.deploy(run, 3, name="tampered")
-        until(lambda: "model.safetensors" in server.deployment("tampered").revisions[0].why, 120)
-        assert server.deployment("tampered").revisions[0].state == "failed"
-        assert not server.deployment("tampered").revisions[0].ready
+        until(lambda: server.deployment("tampered").revisions[0].state == "failed", 120)
+        found = server.deployment("tampered").revisions[0]
+        assert "model.safetensors" in found.why
+        assert not found.ready
+        server.deploy(run, 7, name="never")
+        until(lambda: server.deployment("never").revisions[0].state == "failed", 120)
+        assert "has no checkpoint of step 7" in server.deployment("never").revisions[0].why

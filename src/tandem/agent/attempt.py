@@ -28,7 +28,7 @@ from typing import Any, Literal, cast
 from tandem.agent.link import Link
 from tandem.agent.shipping import Shipper
 from tandem.agent.trainer import RunProcess, ServeProcess, only_agent
-from tandem.errors import Fenced, RunError
+from tandem.errors import Fenced, RunError, Unproven
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
 from tandem.runs.failure_diagnosis import classify_end
@@ -230,13 +230,17 @@ def _ending(
         return "failed", f"{error} ({row['class']}: {row['next']})", bool(row["retriable"])
     if code == 128 + signal.SIGKILL:
         return "failed", "its supervisor was killed", True
-    said, refused = trainer.last_words(), isinstance(trainer, ServeProcess) and code == 1
+    said, refused = trainer.last_words(), isinstance(trainer, ServeProcess) and code == Unproven.exit_code
     failure = classify_end(said, code)
     lines = [
         line for line in said.splitlines() if line.strip() and not line.startswith(("supervisor:", "tandem: next"))
     ]
     last = lines[-1].strip() if lines else "it printed nothing"
-    return "failed", f"exit code {code}: {last} ({failure.failure_class}: {failure.next})", failure.retriable and not refused
+    return (
+        "failed",
+        f"exit code {code}: {last} ({failure.failure_class}: {failure.next})",
+        failure.retriable and not refused,
+    )
 
 
 def _status(run_dir: Path) -> Mapping[str, Any]:

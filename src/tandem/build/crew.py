@@ -88,6 +88,7 @@ def policy_by_rows(
         crew.groups += hosts.groups
         whole_bytes = sum(each.numel() for name, each in module.named_parameters()) * dtype.itemsize
         keeps = keeps_gathered(crew.gathers_for, whole_bytes, gpu_bytes(crew.device))
+        crew.gathers_for = "step" if keeps else "layer"
         rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps)
         adopt = master.adopt if narrowed and not options["lora"] else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)

@@ -114,10 +114,9 @@ def settle_torch(spec: RunSpec) -> Any:
 
 def why_not_deterministic(spec: RunSpec, device: Any) -> str:
     """Return why torch's deterministic kernels are not asked for; empty if they are."""
-    if not spec.deterministic:
-        return "deterministic = false"
-    rl = isinstance(spec, RlSpec)
-    return "on a GPU only SFT and preference training give equal bytes" if rl and device.type != "cpu" else ""
+    of_gpu = "on a GPU only SFT and preference training give equal bytes"
+    why_not = of_gpu if isinstance(spec, RlSpec) and device.type != "cpu" else ""
+    return why_not if spec.deterministic else "deterministic = false"
 
 
 def import_model_code(spec: RunSpec) -> None:
@@ -263,8 +262,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     if forward.why_alone:
         found.append(("packing of sequences", True, False, forward.why_alone))
     if model.crew is not None:
-        kept = cast("Any", model.policy).inner.rows.keeps
-        found.append((f"parallel.gather = '{'step' if kept else 'layer'}'", spec.parallel.gather, True, ""))
+        found.append((f"parallel.gather = '{model.crew.gathers_for}'", spec.parallel.gather, True, ""))
     if spec.model.compile:
         found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
     if spec.model.activations != "keep":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.build import run_engines, standalone_engines, training
-from tandem.errors import RunError
+from tandem.errors import CheckpointError, RunError, Unproven
 from tandem.io import prestart
 from tandem.io.chat_feedback import ChatStore
 from tandem.io.gguf.directory import model_directory
@@ -160,12 +160,14 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
 
 
 def find_step(run_dir: Path, step: int) -> tuple[str, str, int]:
-    """Return the same for a checkpoint of a run. RunError if there is none, CheckpointDamaged if its files differ from
-    its seal."""
+    """Return the same for a checkpoint of a run. Unproven if there is none, or if its files differ from its seal."""
     checkpoints = Checkpoints(run_dir)
     if step not in checkpoints.versions():
-        raise RunError(f"{run_dir}: has no checkpoint of step {step}, so there is no proof of its weights")
-    return str(checkpoints.read(step).path / "deploy"), run_dir.name, step
+        raise Unproven(f"{run_dir}: has no checkpoint of step {step}, so there is no proof of its weights")
+    try:
+        return str(checkpoints.read(step).path / "deploy"), run_dir.name, step
+    except CheckpointError as error:
+        raise Unproven(f"step {step} is not served: {error}") from error
 
 
 def load_model(

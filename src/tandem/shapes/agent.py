@@ -121,8 +121,9 @@ class AppendBody(Asked):
 
     instance: Instance
     sign: SignOfLife = SignOfLife()
-    serving: str = Field(default="", pattern=r"^(https?://[A-Za-z0-9.:\[\]-]+)?$", max_length=300)
-    """Where this replica answers now; empty: it does not, or it trains."""
+    serving: str = Field(default="", pattern=r"^(http://127\.0\.0\.1:[0-9]{1,5})?$")
+    """Where this replica answers now; empty: it does not, or it trains. The server asks no other address than its own
+    machine's, whatever an agent says."""
     pieces: tuple[Piece, ...] = Field(default=(), max_length=256)
 
 

@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision, branch_labels, depends_on = "0006", "0004", None, None
+revision, down_revision, branch_labels, depends_on = "0005", "0004", None, None
 
 
 def upgrade() -> None:
