@@ -82,6 +82,15 @@ def test_an_example_learns(name: str):
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
 
 
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXAMPLES.glob("gallery/*/run.toml")))
+def test_an_environment_of_the_gallery_is_learned(name: str):
+    tandem.run(f"examples/gallery/{name}/run.toml", "runs/gallery")
+    ended = status("runs/gallery")
+    assert ended["state"] == "succeeded"
+    assert ended["eval"]["before"] == 0.0  # a model from scratch
+    assert ended["eval"]["after"] > 0.5
+
+
 def test_a_table_of_tickets_ends_in_a_served_model_that_sorts_them():
     ended = trained("sft", "runs/tickets")
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
