@@ -225,7 +225,7 @@ class CheckpointDamaged(CheckpointError):
 class Unproven(CheckpointError):
     """Weights that were asked for by their step have no seal, or differ from it. They are not served."""
 
-    exit_code = 2
+    exit_code = 65  # no other error's: the agent that started the server need not try again
 
 
 class CheckpointUnsaved(TandemError):

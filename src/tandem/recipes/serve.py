@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.build import run_engines, standalone_engines, training
-from tandem.errors import CheckpointError, RunError, Unproven
+from tandem.errors import CheckpointDamaged, RunError, Unproven
 from tandem.io import prestart
 from tandem.io.chat_feedback import ChatStore
 from tandem.io.gguf.directory import model_directory
@@ -166,7 +166,7 @@ def find_step(run_dir: Path, step: int) -> tuple[str, str, int]:
         raise Unproven(f"{run_dir}: has no checkpoint of step {step}, so there is no proof of its weights")
     try:
         return str(checkpoints.read(step).path / "deploy"), run_dir.name, step
-    except CheckpointError as error:
+    except CheckpointDamaged as error:
         raise Unproven(f"step {step} is not served: {error}") from error
 
 

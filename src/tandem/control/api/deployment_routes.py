@@ -190,11 +190,11 @@ class DeploymentRoutes:
         try:
             asked_for = self._http.build_request("POST", f"{replica.url}{path}", json=body, headers=headers)
             return await self._http.send(asked_for, stream=True)
-        except httpx.ConnectError:
+        except (httpx.ConnectError, httpx.ConnectTimeout):
             return None
         except httpx.TransportError as error:
             raise RequestRefused(
-                503, f"the replica ended while it answered ({type(error).__name__}); ask again"
+                503, f"the replica ended while it answered ({type(error).__name__}); ask again", retry_after_s=1.0
             ) from None
 
 
