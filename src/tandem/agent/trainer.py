@@ -113,13 +113,14 @@ class ServeProcess(RunProcess):
     def __init__(self, home: Path, trained: Path, order: ServeOrder) -> None:
         super().__init__(home, home / "replica")
         self._trained, self._order, self._ready = trained, order, home / "ready.json"
+        self._http = httpx.Client(timeout=2.0, trust_env=False)  # used every second
         atomic_write.make_directory(self.run_dir, mode=atomic_write.PRIVATE)
 
     def url(self) -> str:
         """Return where it answers; empty if it does not."""
         try:
             url = str(cast("dict[str, Any]", read_json(self._ready))["url"])
-            return url if httpx.get(f"{url}/health", timeout=2.0).status_code == 200 else ""
+            return url if self._http.get(f"{url}/health").status_code == 200 else ""
         except (OSError, ValueError, KeyError, httpx.HTTPError):
             return ""
 

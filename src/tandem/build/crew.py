@@ -87,7 +87,7 @@ def policy_by_rows(
         hosts = Hosts(crew.rank, crew.ranks, crew.row_shards, crew.device, crew.timeout)
         crew.groups += hosts.groups
         whole_bytes = sum(each.numel() for name, each in module.named_parameters()) * dtype.itemsize
-        keeps = keeps_gathered(crew.gathers_for, whole_bytes, gpu_bytes(crew.device))
+        keeps = keeps_gathered(crew.gather_asked, whole_bytes, gpu_bytes(crew.device))
         crew.gathers_for = "step" if keeps else "layer"
         rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps)
         adopt = master.adopt if narrowed and not options["lora"] else None
@@ -230,7 +230,7 @@ class Member:
                     f"{name}: {found} on rank {self._crew.rank} ({self._crew.host}), and {sha256[:12]} on rank 0; put "
                     "the same file there"
                 )
-        self._crew.row_shards, self._crew.gathers_for = self._spec.parallel.row_shards, self._spec.parallel.gather
+        self._crew.row_shards, self._crew.gather_asked = self._spec.parallel.row_shards, self._spec.parallel.gather
         training.settle_torch(self._spec)
         self._crew.handle("see", self._see)
         self._crew.handle("file_system", lambda path: file_system_of(Path(path)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
@@ -109,15 +107,11 @@ def _set_weights(session: Session, row: Deployment, weights: dict[int, int], rep
 def undeploy(session: Session, row: Deployment, now: int) -> None:
     """Take the name away. Its replicas are asked to end, and answer what they have begun."""
     for each in _revisions(session, row.id):
-        _end(session, each, "stop", now)
+        transitions.ask_to_end(session, each.org, each.replica, "stop", now)
         session.delete(each)
     session.flush()
     session.delete(row)
     session.flush()
-
-
-def _end(session: Session, revision: Revision, want: Literal["stop", "cancel"], now: int) -> None:
-    transitions.ask_to_end(session, revision.org, revision.replica, want, now)
 
 
 def _revisions(session: Session, deployment: str) -> list[Revision]:

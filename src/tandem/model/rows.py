@@ -141,7 +141,7 @@ class Rows:
             if sums.kept is not None:
                 found |= self._taken_apart(unit, sums.kept)
                 sums.kept = None
-            for parameter in _fsdp_params(unit):  # FSDP2 would add the next round's to them
+            for parameter in _fsdp_params(unit):  # or FSDP2 keeps them, and adds the next round's
                 parameter.sharded_param.grad = None
         if self.whole:
             found |= self._sum_of_whole()

@@ -94,7 +94,9 @@ class Crew:
         self.host = socket.gethostname()
         self.timeout = timedelta(seconds=deadline_s)
         self.row_shards = ranks
-        self.gathers_for = "auto"
+        self.gather_asked = "auto"
+        self.gathers_for = ""
+        """What became of it, once there is a policy: `layer` or `step`."""
         """Into how many runs of rows tensors are cut: ranks that are so far apart hold the same rows. Rank 0's spec
         says it, at `begin`."""
         self._deadline_s, self._children = deadline_s, children

@@ -54,6 +54,11 @@ class Machine:
     def on_gpu(self) -> bool:
         return self.kind != "cpu"
 
+    @property
+    def gpu_bytes(self) -> float:
+        """A GPU's memory; 0 for a CPU."""
+        return self.memory_gib * 2**30 if self.on_gpu else 0.0
+
 
 _MEASURED = "h200"
 """The card whose constants were measured; those of the others are scaled from them."""

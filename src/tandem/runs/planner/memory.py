@@ -218,11 +218,6 @@ def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, ra
     return found
 
 
-def gpu_bytes_of(machine: Machine) -> float:
-    """Return a GPU's memory; 0 for a CPU."""
-    return machine.memory_gib * _GIB if machine.on_gpu else 0.0
-
-
 def _train(
     spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine,
     rank: Rank,
@@ -271,7 +266,7 @@ def _micro(
         update=0.0 if at_once(spec, stage, machine) else update / _GIB,
         layer=layer / _GIB,
         sums=sums / _GIB,
-        gathered=rank.gathered(shape, width, gpu_bytes_of(machine)) * width / _GIB,
+        gathered=rank.gathered(shape, width, machine.gpu_bytes) * width / _GIB,
         reduced=reduced / _GIB,
         holes=0.0 if machine.on_gpu else _holes(shape, lora, rank, width) / _GIB,
     )

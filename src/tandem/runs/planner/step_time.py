@@ -9,7 +9,7 @@ from math import prod
 from tandem.ops.activation_sizes import layer_bytes
 from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine
-from tandem.runs.planner.memory import at_once, colocated, gpu_bytes_of, row_bytes, rows_held, sync_bytes
+from tandem.runs.planner.memory import at_once, colocated, row_bytes, rows_held, sync_bytes
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
 from tandem.runs.planner.rank_share import Rank, layer_numbers, root_numbers
 from tandem.runs.planner.workload import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
@@ -147,7 +147,7 @@ def _ranks_s(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> 
         return None
     layers = layer_numbers(shape) * shape.layers
     gathered = work.rounds * width * (2 * layers + root_numbers(shape))
-    if Rank.of(spec.parallel, 0).keeps(shape, width, gpu_bytes_of(machine)):
+    if Rank.of(spec.parallel, 0).keeps(shape, width, machine.gpu_bytes):
         gathered = 0 if lora else width * shape.total  # a frozen base is gathered once a run
     reduced = width * shape.total / ranks if lora is None else 4 * adapter_numbers(shape, lora)
     sent = (gathered / ranks + work.rounds * reduced) * (ranks - 1)
