@@ -191,7 +191,7 @@ def sft(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
             {
                 "ranks": ranks, "step_s": seconds, "tokens": tokens, "tokens_s": speed, "mfu": mfu,
                 "peak_gib": rows[-1]["memory/peak"],
-                "imbalance": max(row.get("parallel/imbalance", 0.0) for row in rows),
+                "imbalance": statistics.fmean(row.get("parallel/imbalance", 0.0) for row in rows),
                 "loss": rows[-1]["loss/total"], "steps": [row["time/step_s"] for row in run.rows()],
             }
         )  # fmt: skip

@@ -231,10 +231,14 @@ class _Compiled:
 
 
 def _compile(module: Any, *, undo: bool = False) -> None:
-    from torch._dynamo import config as dynamo  # here, for it takes a second
+    from torch._dynamo import config as dynamo  # here, for they take a second
+    from torch._inductor import config as inductor
 
+    # Otherwise the compiler decides by the number of tokens whether it fuses two sums, and compiles a layer once more
+    # for each range of it: steps of 8 s among steps of 1.6 s. Holds for the whole process.
+    inductor.triton.mix_order_reduction_non_strict_mode = True
     # Otherwise each float of a layer (an epsilon, LoRA's scale) is a tensor on the CPU: a C++ compiler must build its
-    # kernels, for minutes on some machines, and each layer's call runs them. Holds for the whole process.
+    # kernels, for minutes on some machines, and each layer's call runs them.
     dynamo.specialize_float = True
     for layer in _layers(module):
         layer._compiled_call_impl = None if undo else _Compiled(layer)  # torch's attribute, which copies lose
