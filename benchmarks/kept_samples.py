@@ -12,6 +12,7 @@ import resource
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -66,11 +67,14 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=1_000_000)
     count = arguments.parse_args().samples
     place = Path(tempfile.mkdtemp(prefix="samples-"))
-    writer = KeptSamples(place, after_step=0, share=1.0, max_bytes=2**40, decode=str, tell=print)
-    made, seconds, cpu_s, characters, step = _Texts(), 0.0, 0.0, 0, 0
+    made, seconds, cpu_s, characters, tokens, step = _Texts(), 0.0, 0.0, 0, 0, 0
+    writer = KeptSamples(
+        place, after_step=0, share=1.0, max_bytes=2**40, decode=made.spelled, spell=made.spelled, tell=print
+    )
     for step in range(1, count // (_GROUPS * _SIBLINGS) + 1):
         groups = made.step(step)
         characters += sum(len(t.messages[-1]["content"]) for group in groups for t in group)
+        tokens += sum(len(t.ids) for group in groups for t in group)
         started, used = time.perf_counter(), _cpu_s()
         writer.keep(step, groups)
         seconds += time.perf_counter() - started
@@ -79,7 +83,8 @@ def main() -> None:
     writer.close()
     written = step * _GROUPS * _SIBLINGS
     size = sum(path.stat().st_size for path in (place / PLACE).iterdir())
-    print(f"| samples | {written:,}, answers of {characters / written:.0f} characters in the mean |")
+    print(f"| samples | {written:,}, answers of {characters / written:.0f} characters and "
+          f"{tokens / written:.0f} tokens in the mean |")  # fmt: skip
     print(f"| disk | {size / written:.0f} bytes a sample, {size / 2**30:.2f} GiB |")
     print(f"| a step of 512 waits | {1000 * seconds / step:.3f} ms |")
     print(f"| the writing thread works | {1000 * cpu_s / step:.1f} ms a step of 512 |")
@@ -104,6 +109,8 @@ class _Texts:
         self.sentences = [
             " ".join(self.random.choices(self.words, cum_weights=self.weights, k=8)) for _ in range(50_000)
         ]
+        self.pieces: dict[str, int] = {}
+        self.texts: list[str] = []
         self.apart = f"{self.words[40]} {self.words[9000]} {self.words[50]}"
 
     def step(self, step: int) -> list[list[Trajectory]]:
@@ -119,12 +126,28 @@ class _Texts:
             answer += " so the answer is 42"
         if (step, number, sibling) == (1, 0, 0):
             answer += " needle in the haystack"
-        tokens = len(answer) // 4
+        ids = self._ids(answer)
+        sizes = [-self.random.expovariate(2.0) for _ in ids]
         return Trajectory(
-            list(range(tokens)), [True] * tokens, [-0.5] * tokens, [step - 1] * tokens, self.random.random(),
+            ids, [True] * len(ids), sizes, [step - 1] * len(ids), self.random.random(),
             task_id=f"task-{step}-{number}", metrics={"correct": 1.0, "format": 0.5},
             messages=[*prompt, {"role": "assistant", "content": answer}],
         )  # fmt: skip
+
+    def _ids(self, text: str) -> list[int]:
+        """Words are cut into pieces of at most five characters: four characters a token in the mean."""
+        found: list[int] = []
+        for word in text.split(" "):
+            for at in range(0, len(word) + 1, 5):
+                piece = f" {word}"[at : at + 5]
+                if piece and piece not in self.pieces:
+                    self.pieces[piece] = len(self.texts)
+                    self.texts.append(piece)
+                found += [self.pieces[piece]] if piece else []
+        return found
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        return "".join(self.texts[each] for each in ids)
 
     def _text(self, sentences: int) -> str:
         return " ".join(self.random.choices(self.sentences, k=sentences))

@@ -154,7 +154,7 @@ def _key(dashboard: Dashboard) -> dict[str, str]:
 def test_no_other_path_is_read(dashboard: Dashboard, name: str):
     (dashboard.runs / ".hidden").mkdir(exist_ok=True)
     shutil.copy(dashboard.runs / "first" / "spec.toml", dashboard.runs / ".hidden" / "spec.toml")
-    for part in ("", "/log", "/curves", "/follow", "/answers", "/versions"):
+    for part in ("", "/log", "/curves", "/follow", "/answers", "/tokens", "/versions"):
         answer = dashboard.get(f"runs/{quote(name, safe='%')}{part}")
         assert answer.status_code in (404, 422) or (name == "" and part == ""), (answer.status_code, answer.text)
     assert dashboard.get("runs/first/log", params={"file": "../second/log.txt"}).json()["lines"] == []
@@ -185,6 +185,14 @@ def test_the_views_show_what_the_run_wrote(dashboard: Dashboard):
     assert [each["reward"] for each in answers] == [
         each["reward"] for each in sorted(kept, key=lambda row: (-row["step"], row["group"]))
     ]
+    turns = dashboard.get("runs/first/tokens", params={"sample": answers[0]["id"]}).json()["turns"]
+    assert sum(map(len, turns)) == answers[0]["tokens"]
+    text = "".join(each for turn in turns for each, *_ in turn)
+    assert answers[0]["answer"] in text
+    logprobs = [logprob for turn in turns for _, logprob, _ in turn]
+    assert statistics.fmean(logprobs) == pytest.approx(answers[0]["logprob"], abs=0.06 * (1 - min(logprobs)))
+    assert {version for turn in turns for *_, version in turn} == {answers[0]["version"]}
+    assert dashboard.get("runs/first/tokens", params={"sample": 10**9}).json()["turns"] == []
     versions = dashboard.get("runs/first/versions").json()
     ledger = [json.loads(line) for line in (run / "sync.jsonl").read_text().splitlines()]
     assert [each["digest"] for each in versions["versions"]] == [each["digest"] for each in reversed(ledger)]
@@ -366,6 +374,9 @@ def test_four_questions_take_three_clicks(dashboard: Dashboard, browser: Browser
     click("Answers")  # what did the model say: two clicks
     page.wait_for("document.querySelectorAll('.answer').length >= 8")
     assert "version" in page.text  # which weights answered: it says so there
+    click("Tokens")
+    page.wait_for("document.querySelectorAll('.tokens span[title]').length > 0")
+    assert "the least likely tokens" in page.text
     click("tandem")
     for name in ("first", "second"):  # is B better than A: three clicks
         page.wait_for(f"document.querySelector('[aria-label=\"Compare {name}\"]')")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from tandem.errors import RunError
 from tandem.io import kept_samples
 from tandem.io.kept_samples import KeptSamples, samples
 from tandem.io.sqlite_store import read_only
+from tandem.text.renderer import Renderer
+from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Trajectory
 
 
@@ -47,7 +52,7 @@ def test_a_sample_says_what_happened(tmp_path: Path):
     last, first = samples(tmp_path)
     assert first["answer"] == "41"
     assert last == {
-        "step": 3, "version": 4, "group": 0, "reward": 1.0, "finish": "length", "tokens": 2, "logprob": -1.5,
+        "id": 2, "step": 3, "version": 4, "group": 0, "reward": 1.0, "finish": "length", "tokens": 2, "logprob": -1.5,
         "rewards": {"correct": 1.0}, "task": "t", "prompt": "What is 6 x 7?", "answer": "42",
         "messages": [{"role": "user", "content": "What is 6 x 7?"}, {"role": "assistant", "content": "42"}],
     }  # fmt: skip
@@ -170,3 +175,79 @@ def test_the_command_prints_text_or_json_and_says_what_is_wrong(tmp_path: Path):
     assert "write one step" in run.invoke(app, ["samples", str(tmp_path), "--step", "x"]).output
     with pytest.raises(RunError, match="has no samples/"):
         samples(tmp_path / "nowhere")
+
+
+# --- what is known of each token
+
+
+RENDERER = Renderer(byte_tokenizer())
+(END,) = RENDERER.end_ids
+spell = partial(RENDERER.decode, skip_special=False)
+
+
+def ids_of(text: str) -> list[int]:
+    return RENDERER.tokenizer.encode(text, add_special_tokens=False)
+
+
+def answer(turns: list[list[int]], said: list[str], versions: list[int], logprobs: list[float]) -> Trajectory:
+    """Turns of sampled ids, with two ids of a tool's answer between them."""
+    ids, trained = ids_of("ab"), [False, False]
+    for turn in turns:
+        ids += [*turn, *ids_of("  ")]
+        trained += [True] * len(turn) + [False, False]
+    of, lp = iter(versions), iter(logprobs)
+    messages: list[Any] = [{"role": "user", "content": "ab"}]
+    for text in said:
+        messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": "  "}]
+    return Trajectory(
+        ids=ids, trained=trained, versions=[next(of) if each else -1 for each in trained],
+        logprobs=[next(lp) if each else 0.0 for each in trained], task_id="t", messages=messages,
+    )  # fmt: skip
+
+
+def test_each_token_has_its_text_logprob_and_version(tmp_path: Path):
+    """Two turns; the first has a special token behind its text, the second a character of two tokens."""
+    logprobs = [-0.01, -1, -5, 0, -0.3, -40]
+    two_turns = answer([[*ids_of("cd"), END], ids_of("eé")], ["cd", "eé"], [4, 4, 5, 5, 5, 6], logprobs)
+    written(tmp_path, {1: [[trajectory("41")]], 2: [[two_turns, trajectory("other")]]}, spell=spell)
+    found = next(each for each in samples(tmp_path) if each["answer"] == "eé")
+    first, second = kept_samples.sample_tokens(tmp_path, found["id"])
+    assert [(each.text, each.version) for each in first] == [("c", 4), ("d", 4), (spell([END]), 5)]
+    assert [(each.text, each.version) for each in second] == [("e", 5), ("é", 5), ("", 6)]
+    for one, logprob in zip([*first, *second], logprobs, strict=True):
+        assert abs(one.logprob - logprob) <= 0.031 * (1 - logprob)
+
+
+def test_a_turn_whose_message_is_not_in_it_keeps_its_own_text(tmp_path: Path):
+    """A message may have been changed since, or be a tool call; what was sampled is shown."""
+    written(tmp_path, {1: [[answer([ids_of("cd")], ["something else"], [4, 4], [-1, -1])]]}, spell=spell)
+    ((one, two),) = kept_samples.sample_tokens(tmp_path, samples(tmp_path)[0]["id"])
+    assert (one.text, two.text) == ("c", "d")
+
+
+def test_long_tokens_and_unlikely_ones_come_back(tmp_path: Path):
+    texts = {20: "x" * 90, 21: "y" * 500, 22: ""}
+    ids = [20, 21, 22, 20]
+    written(
+        tmp_path, {1: [[answer([ids], ["-"], [1, 1, 1, 1], [-1e5, -0.0, float("-inf"), float("nan")])]]},
+        spell=lambda those: "".join(texts[each] for each in those),
+    )  # fmt: skip
+    (found,) = kept_samples.sample_tokens(tmp_path, samples(tmp_path)[0]["id"])
+    assert [len(each.text) for each in found] == [90, 500, 0, 90]
+    assert max(found[0].logprob, found[2].logprob) < -9e4
+    assert found[1].logprob == found[3].logprob == 0.0
+
+
+def test_a_store_without_tokens_has_none_and_is_carried_on(tmp_path: Path):
+    """One of an earlier Tandem: its column comes with the next version of the store."""
+    written(tmp_path, {1: [[trajectory("41")]]})
+    with closing(sqlite3.connect(tmp_path / "samples" / "index.sqlite3")) as db:
+        db.execute("ALTER TABLE blocks DROP COLUMN marks")
+        db.execute("PRAGMA user_version = 1")
+        db.commit()
+    assert kept_samples.sample_tokens(tmp_path, samples(tmp_path)[0]["id"]) == []
+    written(tmp_path, {2: [[answer([ids_of("cd")], ["cd"], [4, 4], [-1, -1])]]}, spell=spell, after_step=1)
+    new, old = samples(tmp_path)
+    assert [each.text for each in kept_samples.sample_tokens(tmp_path, new["id"])[0]] == ["c", "d"]
+    assert kept_samples.sample_tokens(tmp_path, old["id"]) == []
+    assert kept_samples.sample_tokens(tmp_path, 10**9) == []

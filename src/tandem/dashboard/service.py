@@ -77,7 +77,7 @@ class DashboardRoutes:
         add("/api/views", self.about, methods=["GET"])
         add("/api/views/runs", self.all, methods=["GET"])
         add("/api/views/compare", self.compare, methods=["GET"])
-        for kind in ("curves", "answers", "versions", "log", "follow"):
+        for kind in ("curves", "answers", "tokens", "versions", "log", "follow"):
             add(f"/api/views/runs/{{id}}/{kind}", getattr(self, kind), methods=["GET"])
         add("/api/views/runs/{id}", self.overview, methods=["GET"])
 
@@ -113,6 +113,12 @@ class DashboardRoutes:
             "max_reward": _decimal(request, "max_reward"),
         }
         return await self._read(request, (id,), lambda runs: runs.answers(id, **wanted))
+
+    @speaks(scope=_SCOPE, query=("sample",))
+    async def tokens(self, id: str, request: Request) -> Response:
+        """Return the tokens of an answer, with their logprobs and versions: `sample` is the answer's id."""
+        sample = whole(request, "sample", 0, 2**53)
+        return await self._read(request, (id,), lambda runs: runs.tokens(id, sample))
 
     @speaks(scope=_SCOPE)
     async def versions(self, id: str, request: Request) -> Response:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import NotKnown
-from tandem.io.kept_samples import first_and_last_step, samples
+from tandem.io.kept_samples import first_and_last_step, sample_tokens, samples
 from tandem.io.log_lines import LOGS, read_log
 from tandem.obs.claims import headline, printable
 from tandem.obs.report import result_of
@@ -31,7 +31,7 @@ Found = dict[str, Any]
 
 MOST_POINTS = 100_000
 """Of a series; of a longer run, means over equal numbers of steps."""
-MOST_ANSWERS, MOST_VERSIONS, MOST_LINES = 200, 2000, 1000
+MOST_ANSWERS, MOST_VERSIONS, MOST_LINES, MOST_TOKENS = 200, 2000, 1000, 8000
 _LONGEST_TEXT, _LONGEST_WHY, _LONGEST_LINE, _LONGEST_NAME = 20_000, 2000, 2000, 200
 _GONE = "Its process is gone, and it has not ended: step {step} of {steps_total}."
 _NO_RUN = "there is no run of this name in the directory; the list of runs says which there are"
@@ -117,6 +117,13 @@ class Runs:
         found = samples(place, **wanted, limit=MOST_ANSWERS) if steps else []
         found.sort(key=lambda row: (-row["step"], row["group"]))
         return plain({"run": name, "steps": steps, "answers": found})
+
+    def tokens(self, name: str, sample: int) -> Found:
+        """Return what is known of each token of an answer: its text, its logprob and the version that sampled it."""
+        place = self.place(name)
+        turns = sample_tokens(place, sample) if first_and_last_step(place) else []
+        found = [[[each.text, each.logprob, each.version] for each in turn[:MOST_TOKENS]] for turn in turns]
+        return plain({"run": name, "sample": sample, "turns": found})
 
     def versions(self, name: str) -> Found:
         """Return each version's proof, the newest first, and what is wrong."""

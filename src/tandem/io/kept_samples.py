@@ -5,7 +5,8 @@ produces: blocks on the disk           at most 128 samples of one step each
 
 Table `samples` has one row of numbers for each sample. Table `blocks` has the texts, as zlib-compressed JSON, and a bit
 map: one bit for the hash of each run of six bytes in the texts. A search reads the bit maps and opens only blocks whose
-bit maps have all the runs of the searched text.
+bit maps have all the runs of the searched text. What is known of each token (token_marks.py) is in a column of its own,
+which no search reads.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from tandem.errors import RunError
 from tandem.io.jsonl import finite
 from tandem.io.sqlite_store import Durable, read_only
+from tandem.io.token_marks import MarkedToken, Spelling, marks, tokens_of
 from tandem.types import Group, Message, Trajectory
 
 PLACE = "samples"
@@ -34,6 +36,7 @@ _SCHEMA = (
        CREATE TABLE samples (id INTEGER PRIMARY KEY, block INTEGER, step INTEGER, version INTEGER, "group" INTEGER,
                              reward REAL, finish TEXT, tokens INTEGER, logprob REAL);
        CREATE INDEX samples_by_block ON samples (block)""",
+    "ALTER TABLE blocks ADD COLUMN marks BLOB",
 )
 _BLOCK_SAMPLES, _BLOCK_CHARACTERS = 128, 2**18
 _ROW_BYTES = 64  # of one sample in the table of numbers and its index
@@ -58,10 +61,13 @@ class KeptSamples:
         max_bytes: int,
         decode: Callable[[Sequence[int]], str],
         tell: Callable[[str], None],
+        spell: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         """Open the store and delete the samples of steps after `after_step`: a resumed run repeats these steps.
-        `decode`: the text of token ids, for samples that came without text."""
+        `decode`: the text of token ids, for samples that came without text. `spell`: the same with special tokens, for
+        what is known of each token; None: that is not kept."""
         self._share, self._max_bytes, self._decode, self._tell = share, max_bytes, decode, tell
+        self._spelling = Spelling(spell) if spell is not None else None
         self._pending: list[Future[None]] = []
         self._said = set[str]()
         self._store = Durable(run_dir / PLACE, _SCHEMA)
@@ -101,7 +107,7 @@ class KeptSamples:
     # --- on the store's thread
 
     def _write(self, db: sqlite3.Connection, step: int, groups: Sequence[tuple[int, Group]]) -> None:
-        samples = [_sample(number, each, self._decode) for number, group in groups for each in group]
+        samples = [_sample(number, each, self._decode, self._spelling) for number, group in groups for each in group]
         added = sum(_insert(db, step, block) for block in _blocks(samples))
         removed = 0
         while self._bytes + added - removed > self._max_bytes:
@@ -119,9 +125,12 @@ class _Sample:
     turns: Sequence[Message]
     metrics: Mapping[str, float]
     characters: int
+    marks: Sequence[Mapping[str, Any]]
 
 
-def _sample(group: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> _Sample:
+def _sample(
+    group: int, trajectory: Trajectory, decode: Callable[[Sequence[int]], str], spelling: Spelling | None
+) -> _Sample:
     tokens = trajectory.num_trained
     version = min(compress(trajectory.versions, trajectory.trained), default=None)
     mean = sum(compress(trajectory.logprobs, trajectory.trained)) / max(1, tokens)
@@ -141,6 +150,7 @@ def _sample(group: int, trajectory: Trajectory, decode: Callable[[Sequence[int]]
         messages[count:],
         trajectory.metrics,
         sum(len(str(each.get("content", ""))) for each in messages),
+        marks(trajectory, messages[count:], spelling) if spelling is not None else (),
     )
 
 
@@ -162,11 +172,13 @@ def _insert(db: sqlite3.Connection, step: int, block: Sequence[_Sample]) -> int:
         {"task": task, "messages": opening, "answers": [[each.metrics, each.turns] for each in siblings]}
         for (task, opening), siblings in groupby(block, key=lambda each: (each.task, each.opening))
     ]
-    text = json.dumps(finite(prompts), ensure_ascii=False, separators=(",", ":"))
-    grams, texts = _bit_map(text), zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)
-    size = len(grams) + len(texts) + _ROW_BYTES * len(block)
+    text = _json(finite(prompts))
+    grams, texts = _bit_map(text), _packed(text)
+    of_tokens = _packed(_json([each.marks for each in block])) if any(each.marks for each in block) else None
+    size = len(grams) + len(texts) + len(of_tokens or b"") + _ROW_BYTES * len(block)
     number = db.execute(
-        "INSERT INTO blocks (step, size, grams, texts) VALUES (?, ?, ?, ?)", (step, size, grams, texts)
+        "INSERT INTO blocks (step, size, grams, texts, marks) VALUES (?, ?, ?, ?, ?)",
+        (step, size, grams, texts, of_tokens),
     ).lastrowid
     db.executemany(
         'INSERT INTO samples (block, step, version, "group", reward, finish, tokens, logprob) '
@@ -174,6 +186,14 @@ def _insert(db: sqlite3.Connection, step: int, block: Sequence[_Sample]) -> int:
         [(number, step, *each.numbers) for each in block],
     )
     return size
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _packed(text: str) -> bytes:
+    return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)
 
 
 def _cut(db: sqlite3.Connection, after_step: int) -> int:
@@ -228,6 +248,26 @@ def samples(
     return found
 
 
+def sample_tokens(run: str | Path, sample: int) -> list[list[MarkedToken]]:
+    """Return the sampled tokens of a sample, by its `id`: a list for each turn. Empty where they were not kept."""
+    with read_only(Path(run) / PLACE) as db:
+        found = db.execute(
+            "SELECT texts, marks, (SELECT count(*) FROM samples AS those WHERE those.block = samples.block AND "
+            "those.id < samples.id) FROM samples JOIN blocks USING (block) WHERE samples.id = ?",
+            (sample,),
+        ).fetchone() if _has_marks(db) else None  # fmt: skip
+    if found is None or found[1] is None:
+        return []
+    texts, of_tokens, place = found
+    answers = [answer for group in json.loads(zlib.decompress(texts)) for answer in group["answers"]]
+    return [tokens_of(each, answers[place][1]) for each in json.loads(zlib.decompress(of_tokens))[place]]
+
+
+def _has_marks(db: sqlite3.Connection) -> bool:
+    """Return whether the store is of a version that keeps them."""
+    return any(name == "marks" for _, name, *_ in db.execute("PRAGMA table_info(blocks)"))
+
+
 def first_and_last_step(run_dir: Path) -> list[int]:
     """Return the first and the last step that a run kept samples of; none without a store."""
     if not (run_dir / PLACE / "index.sqlite3").exists():
@@ -251,7 +291,7 @@ def _matching(db: sqlite3.Connection, where: str, values: Sequence[Any], needle:
             continue
         answers = [(group, *answer) for group in json.loads(text) for answer in group["answers"]]
         numbers = db.execute(
-            f'SELECT step, version, "group", reward, finish, tokens, logprob, ({where}) FROM samples '
+            f'SELECT id, step, version, "group", reward, finish, tokens, logprob, ({where}) FROM samples '
             "WHERE block = ? ORDER BY id",
             (*values, block),
         ).fetchall()
@@ -262,7 +302,7 @@ def _matching(db: sqlite3.Connection, where: str, values: Sequence[Any], needle:
 
 def _as_row(row: Sequence[Any], group: Mapping[str, Any], metrics: Any, turns: Sequence[Message]) -> dict[str, Any]:
     said = [str(each.get("content") or "") for each in turns if each.get("role") == "assistant"]
-    names = ("step", "version", "group", "reward", "finish", "tokens", "logprob")
+    names = ("id", "step", "version", "group", "reward", "finish", "tokens", "logprob")
     return {
         **dict(zip(names, row, strict=False)),
         "rewards": metrics,

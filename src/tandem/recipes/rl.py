@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,7 @@ class RlRun:
                 share=spec.share,
                 max_bytes=int(spec.max_gib * 2**30),
                 decode=self.model.renderer.decode,
+                spell=partial(self.model.renderer.decode, skip_special=False),
                 tell=self.run.warn,
             )
         except (StoreError, OSError) as error:

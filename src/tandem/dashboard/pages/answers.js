@@ -28,26 +28,48 @@ export function Answers({ name, steps, query, tell }) {
       <span class="quiet">kept: steps ${steps[0]} to ${steps.at(-1)}${found && found.answers.length >= 200 ? "; the first 200 that fit" : ""}</span></div>
     ${problem && html`<p class="error" role="alert">${problem}</p>`}
     ${found && !found.answers.length && html`<p class="quiet">No answer fits.</p>`}
-    ${[...groups].map(([key, siblings]) => html`<${Group} key=${key} siblings=${siblings} />`)}`;
+    ${[...groups].map(([key, siblings]) => html`<${Group} key=${key} name=${name} siblings=${siblings} tell=${tell} />`)}`;
 }
 
-function Group({ siblings }) {
+function Group({ name, siblings, tell }) {
   const [first] = siblings;
   const rewards = siblings.map((each) => each.reward ?? 0);
   const best = Math.max(...rewards);
   const worst = Math.min(...rewards);
   return html`<section class="group card"><h2>step ${first.step} · task ${first.task} · ${siblings.length} ${siblings.length === 1 ? "answer" : "siblings"}</h2>
     <div class="turn"><small>prompt</small><pre>${first.prompt}</pre></div>
-    <div class="siblings">${siblings.map((each) => html`<${Answer} each=${each} mark=${best === worst ? "" : each.reward === best ? "high" : each.reward === worst ? "low" : ""} prompt=${first.prompt} />`)}</div></section>`;
+    <div class="siblings">${siblings.map((each) => html`<${Answer} each=${each} mark=${best === worst ? "" : each.reward === best ? "high" : each.reward === worst ? "low" : ""} prompt=${first.prompt} name=${name} tell=${tell} />`)}</div></section>`;
 }
 
-function Answer({ each, mark, prompt }) {
+function Answer({ each, mark, prompt, name, tell }) {
+  const [open, setOpen] = useState(false);
   const turns = each.messages.filter((turn, at) => !(turn.content === prompt && at < each.messages.length - 1) && turn.role !== "system");
   const parts = Object.entries(each.rewards ?? {}).filter(([, value]) => typeof value === "number");
   return html`<article class=${`answer ${mark}`}><p class="quiet"><b>reward ${number(each.reward)}</b><span>version ${each.version ?? "–"}</span><span>${each.tokens} tokens</span><span title="mean logprob of its tokens, in nats">logprob ${number(each.logprob, 3)}</span>${each.finish === "length" && html`<span class="pill worse">cut at the limit</span>`}</p>
-    ${turns.map((turn) => html`<div class=${`turn ${turn.role}`}><small>${turn.role}</small><${Said} text=${String(turn.content ?? "")} /></div>`)}
+    ${open ? html`<${Tokens} name=${name} sample=${each.id} tell=${tell} />` : turns.map((turn) => html`<div class=${`turn ${turn.role}`}><small>${turn.role}</small><${Said} text=${String(turn.content ?? "")} /></div>`)}
+    ${each.tokens > 0 && html`<button class="small" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Text" : "Tokens"}</button>`}
     ${parts.length > 0 && html`<p class="quiet">${parts.map(([key, value]) => html`<span>${key} ${number(value)}</span>`)}</p>`}</article>`;
 }
+
+const LEAST = 8;
+
+/** Each token: the less likely it was, the redder; a number where another version went on. */
+function Tokens({ name, sample, tell }) {
+  const [found, problem] = useFresh(path(name, `/tokens?sample=${sample}`), 0, tell);
+  if (problem) return html`<p class="error" role="alert">${problem}</p>`;
+  if (!found) return html`<p class="quiet" role="status">Asking the server …</p>`;
+  if (!found.turns.length) return html`<p class="quiet">The tokens of this answer were not kept: its run is of an earlier Tandem.</p>`;
+  const rare = found.turns.flat().filter(([text]) => text).sort((a, b) => a[1] - b[1]).slice(0, LEAST);
+  let version = null;
+  return html`<p class="quiet key"><span>likely</span>${[0, 1, 2, 3, 4].map((level) => html`<i class=${`l${level}`}></i>`)}<span>unlikely · v3: by version 3 from here on</span></p>
+    ${found.turns.map((turn) => html`<div class="turn assistant"><pre class="tokens">${turn.map(([text, logprob, of]) => {
+      const changed = of !== version;
+      version = of;
+      return html`${changed && html`<sub>v${of}</sub>`}<span class=${`l${level(logprob)}`} title=${`logprob ${number(logprob, 3)}, version ${of}`}>${text}</span>`;
+    })}</pre></div>`)}
+    <details><summary>the least likely tokens</summary><ol>${rare.map(([text, logprob, of]) => html`<li><code>${JSON.stringify(text)}</code> ${number(Math.exp(logprob) * 100, 2)} %, version ${of}</li>`)}</ol></details>`;
+}
+const level = (/** @type {number} */ logprob) => Math.min(4, Math.floor(-logprob));
 
 /** Thoughts are folded; the rest is text and nothing else. */
 function Said({ text }) {
