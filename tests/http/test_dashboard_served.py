@@ -81,7 +81,9 @@ def test_the_pages_are_open_and_the_data_is_not(control: Control, ended: str):
     assert get(control, "", control.key("runs:read")).json() == {
         "where": "control server", "pages": ["targets", "usage"], "may": [],
     }  # fmt: skip
-    assert get(control, "", control.token).json()["pages"] == ["targets", "usage", "keys", "audit"]
+    assert get(control, "", control.token).json()["pages"] == [
+        "deployments", "playground", "targets", "usage", "keys", "audit",
+    ]  # fmt: skip
 
 
 def test_a_key_of_another_project_sees_no_run(control: Control, ended: str):
@@ -184,3 +186,41 @@ def test_a_live_page_goes_on_after_the_server_was_killed(control: Control, brows
     click(page, "End this run")
     click(page, "Save a checkpoint")
     until(lambda: control.state(run) == "stopped")
+
+
+@browser_only
+def test_models_behind_a_name_are_compared_and_promoted(control: Control, ended: str, browser: Browser):
+    """Two checkpoints of a run, asked side by side; then the second gets all requests. A stranger's two questions:
+    which weights answered this, and how sure were they."""
+    for step in (2, 3):
+        control.ask("POST", "/api/deployments", {"name": "support", "run": ended, "step": step})
+    until(lambda: all(each["ready"] for each in revisions(control)), 240)
+    page = opened(control, browser, "deployments")
+    click(page, "Try it")
+    page.wait_for("document.getElementById('say')", 60)
+    click(page, "Two beside each other")
+    changed = "new Event('change', {bubbles: true})"
+    for place, name in enumerate(("support@1", "support@2")):
+        chosen = f"[...document.querySelectorAll('.talk select')][{place}]"
+        page.run(f"{chosen}.value = {name!r}; {chosen}.dispatchEvent({changed})")
+    page.run("document.getElementById('say').focus()")
+    page.call("Input.insertText", text="hi")
+    click(page, "Send")
+    page.wait_for("/support@1 · \\d+ token/.test(document.body.innerText)", 60)
+    page.wait_for("/support@2 · \\d+ token/.test(document.body.innerText)", 60)
+    assert page.run("document.querySelectorAll('.talk .tokens span[title^=logprob]').length") > 1
+    page.run("void (location.hash = '#/deployments')")
+    click(page, "Promote 2")
+    page.wait_for("document.body.innerText.includes('all requests go to this revision')", 60)
+    assert [each["weight"] for each in revisions(control)] == [100, 0]
+    click(page, "Yes")
+    page.wait_for("document.body.innerText.includes('has all requests')", 60)
+    until(lambda: [bool(each["weight"]) for each in revisions(control)] == [False, True], 30)
+    click(page, "Take it down")
+    click(page, "Yes")
+    page.wait_for("document.body.innerText.includes('No model has a name yet')", 60)
+    assert page.said == []
+
+
+def revisions(control: Control) -> list[Any]:
+    return control.ask("GET", "/api/deployments/support")["revisions"]

@@ -16,7 +16,14 @@ from tandem.dashboard.service import DashboardRoutes
 
 MOST_RUNS = 500
 """In the list, the newest first."""
-_PAGES = {"targets": "runs:read", "usage": "runs:read", "keys": "keys", "audit": "admin"}
+_PAGES = {
+    "deployments": "deploy",
+    "playground": "chat",
+    "targets": "runs:read",
+    "usage": "runs:read",
+    "keys": "keys",
+    "audit": "admin",
+}
 
 
 def view_routes(plane: Plane) -> DashboardRoutes:

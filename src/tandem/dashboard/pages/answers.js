@@ -59,15 +59,26 @@ function Tokens({ name, sample, tell }) {
   if (problem) return html`<p class="error" role="alert">${problem}</p>`;
   if (!found) return html`<p class="quiet" role="status">Asking the server …</p>`;
   if (!found.turns.length) return html`<p class="quiet">The tokens of this answer were not kept: its run is of an earlier Tandem.</p>`;
-  const rare = found.turns.flat().filter(([text]) => text).sort((a, b) => a[1] - b[1]).slice(0, LEAST);
+  return html`<${Shades} more=" · v3: by version 3 from here on" />
+    ${found.turns.map((turn) => html`<div class="turn assistant"><${Marked} tokens=${turn} /></div>`)}
+    <${Rare} tokens=${found.turns.flat()} />`;
+}
+
+export const Shades = ({ more = "" }) => html`<p class="quiet key"><span>likely</span>${[0, 1, 2, 3, 4].map((level) => html`<i class=${`l${level}`}></i>`)}<span>unlikely${more}</span></p>`;
+
+/** Text, logprob and, where it is known, version of each token. */
+export function Marked({ tokens }) {
   let version = null;
-  return html`<p class="quiet key"><span>likely</span>${[0, 1, 2, 3, 4].map((level) => html`<i class=${`l${level}`}></i>`)}<span>unlikely · v3: by version 3 from here on</span></p>
-    ${found.turns.map((turn) => html`<div class="turn assistant"><pre class="tokens">${turn.map(([text, logprob, of]) => {
-      const changed = of !== version;
-      version = of;
-      return html`${changed && html`<sub>v${of}</sub>`}<span class=${`l${level(logprob)}`} title=${`logprob ${number(logprob, 3)}, version ${of}`}>${text}</span>`;
-    })}</pre></div>`)}
-    <details><summary>the least likely tokens</summary><ol>${rare.map(([text, logprob, of]) => html`<li><code>${JSON.stringify(text)}</code> ${number(Math.exp(logprob) * 100, 2)} %, version ${of}</li>`)}</ol></details>`;
+  return html`<pre class="tokens">${tokens.map(([text, logprob, of]) => {
+    const changed = of != null && of !== version;
+    version = of;
+    return html`${changed && html`<sub>v${of}</sub>`}<span class=${`l${level(logprob)}`} title=${`logprob ${number(logprob, 3)}${of == null ? "" : `, version ${of}`}`}>${text}</span>`;
+  })}</pre>`;
+}
+
+export function Rare({ tokens }) {
+  const rare = tokens.filter(([text]) => text).sort((a, b) => a[1] - b[1]).slice(0, LEAST);
+  return html`<details><summary>the least likely tokens</summary><ol>${rare.map(([text, logprob, of]) => html`<li><code>${JSON.stringify(text)}</code> ${number(Math.exp(logprob) * 100, 2)} %${of != null && `, version ${of}`}</li>`)}</ol></details>`;
 }
 const level = (/** @type {number} */ logprob) => Math.min(4, Math.floor(-logprob));
 

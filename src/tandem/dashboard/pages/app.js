@@ -69,7 +69,7 @@ function App() {
       : at.parts[0] === "compare"
         ? html`<${Compare} key=${at.query.toString()} names=${at.query.getAll("run")} tell=${tell} />`
         : at.parts[0] in PAGES
-          ? html`<${ServerPage} key=${at.parts[0]} page=${at.parts[0]} tell=${tell} />`
+          ? html`<${ServerPage} key=${at.parts[0]} page=${at.parts[0]} query=${at.query} tell=${tell} />`
           : html`<${Runs} key=${asked} query=${at.query} tell=${tell} />`;
   return html`<a class="skip" href="#content" onClick=${(e) => (e.preventDefault(), document.getElementById("content")?.focus())}>Skip to the content</a>
     <header class="bar"><a class="brand" href="#/">tandem</a><nav class="where" aria-label="Place">${links.map(([page, label]) => html`<a href=${`#/${page}`} aria-current=${page === here ? (deeper ? "true" : "page") : undefined}>${label}</a>`)}${deeper && html`<span>/ ${deeper}</span>`}</nav>

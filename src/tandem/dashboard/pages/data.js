@@ -19,8 +19,8 @@ export class Refused extends Error {
   }
 }
 
-/** A path of the views, or of the server's own API where it begins with `/`. */
-const url = (/** @type {string} */ path) => (path.startsWith("/") ? `api${path}` : `api/views${path ? `/${path}` : ""}`);
+/** A path of the views, of the server's own API where it begins with `/`, or of OpenAI's. */
+const url = (/** @type {string} */ path) => (path.startsWith("/v1/") ? path.slice(1) : path.startsWith("/") ? `api${path}` : `api/views${path ? `/${path}` : ""}`);
 
 /** @param {string} path @param {AbortSignal} [signal] */
 export async function read(path, signal) {
@@ -47,7 +47,44 @@ export async function change(path, body) {
   return ask(path, { method: "POST", headers: { ...headers(), ...more }, body: JSON.stringify(body) });
 }
 
+/** Ask a model, and tell its answer as it comes. Returns which revision answered, and why it ended.
+ * @param {any} body @param {AbortSignal} signal @param {(text: string, tokens: [string, number][]) => void} tell */
+export async function converse(body, signal, tell) {
+  const more = { "Content-Type": "application/json", Accept: "text/event-stream" };
+  const asked = { ...body, stream: true, logprobs: true };
+  const answer = await fetched("/v1/chat/completions", { method: "POST", headers: { ...headers(), ...more }, body: JSON.stringify(asked), signal });
+  let finish = "";
+  for await (const { data } of blocks(answer)) {
+    if (!data || data === "[DONE]") continue;
+    const piece = JSON.parse(data);
+    if (piece.error) throw new Refused(0, piece.error.message);
+    const [choice] = piece.choices ?? [];
+    finish = choice?.finish_reason ?? finish;
+    const text = choice?.delta?.content ?? "";
+    const tokens = choice?.logprobs?.content ?? [];
+    if (text || tokens.length) tell(text, tokens.length ? tokens.map((each) => [each.token, each.logprob]) : [[text, 0]]);
+  }
+  return { revision: answer.headers.get("X-Tandem-Revision") ?? "", finish };
+}
+
+/** The events of a stream, each as its fields. */
+async function* blocks(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const whole = (rest + value).split("\n\n");
+    rest = whole.pop() ?? "";
+    for (const block of whole) yield Object.fromEntries(block.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
+  }
+}
+
 async function ask(path, options) {
+  return (await fetched(path, options)).json();
+}
+
+async function fetched(path, options) {
   let answer;
   try {
     answer = await fetch(url(path), options);
@@ -55,7 +92,7 @@ async function ask(path, options) {
     if (options.signal?.aborted) throw error;
     throw new Refused(0, "The server does not answer. The page asks again.");
   }
-  if (answer.ok) return answer.json();
+  if (answer.ok) return answer;
   const told = await answer.json().catch(() => ({}));
   throw new Refused(answer.status, told?.error?.message ?? told?.detail ?? `The server answered with ${answer.status}.`);
 }
@@ -70,18 +107,9 @@ export function follow(path, tell, connected) {
     const answer = await fetch(url(path), { headers: { ...headers(), ...more, Accept: "text/event-stream" }, signal: ending.signal });
     if (!answer.ok || !answer.body) throw new Refused(answer.status, "no stream");
     connected(true);
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      const blocks = (rest + value).split("\n\n");
-      rest = blocks.pop() ?? "";
-      for (const block of blocks) {
-        const fields = Object.fromEntries(block.split("\n").map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
-        if (fields.id) last = fields.id;
-        if (fields.event) tell(fields.event, JSON.parse(fields.data));
-      }
+    for await (const fields of blocks(answer)) {
+      if (fields.id) last = fields.id;
+      if (fields.event) tell(fields.event, JSON.parse(fields.data));
     }
   };
   (async () => {

@@ -1,27 +1,31 @@
 // What a control server has besides runs: its targets, what was used, keys and projects, and who did what.
-import { html } from "./vendor/preact.js";
+import { html, useState } from "./vendor/preact.js";
 import { useFresh } from "./app.js";
 import { readAll, usd, when } from "./data.js";
+import { Deployments, Playground } from "./deployments.js";
 
 export const PAGES = {
+  deployments: { title: "Deployments", paths: ["/deployments"], show: Deployments },
+  playground: { title: "Playground", paths: ["/v1/models"], show: Playground },
   targets: { title: "Targets", paths: ["/targets"], show: Targets },
   usage: { title: "Usage", paths: ["/projects", "/usage"], show: Usage },
   keys: { title: "Keys", paths: ["/keys"], show: Keys },
   audit: { title: "Audit", paths: ["/audit"], show: Audit },
 };
 
-export function ServerPage({ page, tell }) {
+export function ServerPage({ page, query, tell }) {
   const { title, paths, show } = PAGES[page];
-  const [first, problem] = useFresh(paths[0], 10_000, tell, 0, readAll);
-  const [second, other] = useFresh(paths[1] ?? "", 10_000, tell, 0, readAll);
+  const [again, setAgain] = useState(0);
+  const [first, problem] = useFresh(paths[0], 10_000, tell, again, readAll);
+  const [second, other] = useFresh(paths[1] ?? "", 10_000, tell, again, readAll);
   const wrong = problem || other;
   return html`<main id="content" tabindex="-1"><h1>${title}</h1>
     ${wrong && html`<p class="error" role="alert">${wrong}</p>`}
-    ${first && (second || !paths[1]) ? html`<${show} first=${first} second=${second} />` : !wrong && html`<p class="quiet" role="status">Asking the server …</p>`}</main>`;
+    ${first && (second || !paths[1]) ? html`<${show} first=${first} second=${second} query=${query} changed=${() => setAgain(again + 1)} />` : !wrong && html`<p class="quiet" role="status">Asking the server …</p>`}</main>`;
 }
 
 /** @param {{ label: string, heads: [string, string?][], rows: any[][], none: string }} given */
-function Table({ label, heads, rows, none }) {
+export function Table({ label, heads, rows, none }) {
   if (!rows.length) return html`<p class="quiet">${none}</p>`;
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${label}><table><thead><tr>${heads.map(([head, kind]) => html`<th class=${kind}>${head}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr>${row.map((cell, at) => html`<td class=${heads[at][1]}>${cell}</td>`)}</tr>`)}</tbody></table></div>`;
