@@ -2,8 +2,8 @@
 
 The ten lines name a model, the work and the optimizer, and leave the rest to the machine (docs/defaults.md); the other
 spec has the settings of the tuned rows of docs/PERFORMANCE.md. Both are started with `tandem train`, one after the
-other, the ten lines first and again last. Tokens a second are of all steps after WARM, of each run's own metrics: sampled ones
-for GRPO, trained ones for SFT. `tandem engine install vllm` must have been run here, or vllm_here.sh.
+other, the ten lines first and again last. Tokens a second are of all steps after WARM, of each run's own metrics:
+sampled ones for GRPO, computed ones for SFT. `tandem engine install vllm` must have been run here, or vllm_here.sh.
 
 The exit code is 1 if a run failed. Details go to $OUT/ten_lines.json, logs of the runs to $OUT/*.txt.
 """

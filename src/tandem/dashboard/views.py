@@ -16,6 +16,7 @@ from typing import Any, cast
 from tandem.errors import NotKnown
 from tandem.io.kept_samples import first_and_last_step, sample_tokens, samples
 from tandem.io.log_lines import LOGS, read_log
+from tandem.obs.bad_step import first_bad_step
 from tandem.obs.claims import headline, printable
 from tandem.obs.report import result_of
 from tandem.obs.run_history import History, Row, evaluations, number, read_history
@@ -93,6 +94,7 @@ class Runs:
                 "attempts": sight["attempts"],
                 "why": explained["why"][:_LONGEST_WHY],
                 "failure": explained["failure"],
+                "bad_step": first_bad_step(history.rows),
                 "next": explained["next"],
                 "proof": {key: value for key, value in self.versions(name).items() if key in ("proven", "verdict")},
                 "metrics": metric_names(history.rows),

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import RunError
+from tandem.io.jsonl import read_jsonl
+from tandem.obs.bad_step import first_bad_step
 from tandem.obs.run_history import read_status
 from tandem.runs.failure_diagnosis import classify_end, kinds
 from tandem.runs.watch import look
@@ -50,7 +53,11 @@ def explain_run(
     found["attempts"] = [*ended] or [_attempt(row) for row in sight["attempts"]]
     evidence = _evidence(directory)
     failure = _failure(found, status, evidence)
-    return found | {"failure": failure, "next": _next(found, failure), "evidence": evidence if failure else []}
+    bad = first_bad_step(read_jsonl(directory / "metrics.jsonl"))
+    return found | {
+        "failure": failure, "next": _next(found, failure), "bad_step": asdict(bad) if bad else None,
+        "evidence": evidence if failure else [],
+    }  # fmt: skip
 
 
 def explain_text(found: Row) -> Iterator[str]:
@@ -64,6 +71,8 @@ def explain_text(found: Row) -> Iterator[str]:
     if failure := found["failure"]:
         rule = f", rule {failure['rule']}" if failure["rule"] else ""
         yield f"   failure class {failure['class']}{rule}: {failure['about']}"
+    if bad := found["bad_step"]:
+        yield f"   first bad step {bad['step']:,}: {bad['why']} ({bad['metric']})"
     yield f"   next: {found['next']}"
     yield from (f"   attempt {row['attempt']}: {row['why']}" for row in found["attempts"])
     if found["evidence"]:

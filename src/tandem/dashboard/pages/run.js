@@ -91,6 +91,8 @@ function Overview({ found, last, link, rows, tell }) {
   return html`
     ${found.why && html`<section class="card"><h2>Why it ended so</h2><p class="error">${found.why}</p>
       ${found.failure && html`<p>${found.failure.about}</p>`}<p class="next"><b>Next:</b> <${Words} text=${found.next} /></p><p><a href=${link("log")}>Its log</a></p></section>`}
+    ${found.bad_step && html`<section class="card"><h2>First bad step: ${found.bad_step.step.toLocaleString("en")}</h2><p>From here on ${found.bad_step.why}.</p>
+      <p><a href=${`${link("answers")}?step=${found.bad_step.step}`}>Its answers</a> · <a href=${`${link("curves")}?m=${encodeURIComponent(found.bad_step.metric)}`}>The curve</a></p></section>`}
     <section class="card"><h2>Result</h2>
       ${found.evidence && html`<p>${found.evidence}</p>`}
       ${gauge && html`<div class="gauge" role="img" aria-label=${`${found.headline} ${found.evidence}`}><i style=${{ left: `${gauge.low}%`, width: `${gauge.high - gauge.low}%` }}></i>
