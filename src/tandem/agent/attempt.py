@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,6 +30,7 @@ from tandem.agent.trainer import RunProcess, ServeProcess, only_agent
 from tandem.errors import Fenced, RunError, Unproven
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
+from tandem.io.own_release import own_release
 from tandem.runs.failure_diagnosis import classify_end
 from tandem.runs.liveness import read_sign
 from tandem.shapes.agent import (
@@ -173,7 +173,7 @@ class Agent:
         """Claim the attempt; None if the machine asked this process to end before there was an answer."""
         body = ClaimBody(
             instance=self._instance, host=platform.node()[:200], boot_id=_boot_id(), pid=os.getpid(),
-            gpus=_gpus(), release=_release(),
+            gpus=_gpus(), release=own_release(),
         )  # fmt: skip
         while (claimed := self.link.ask("claim", body, Claimed)) is None:
             if self._wake.wait(self.every_s) or self._asked:
@@ -273,10 +273,3 @@ def _gpus() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(told.splitlines()[:64])
-
-
-def _release() -> str:
-    try:
-        return version("tandem-rl")[:40]
-    except PackageNotFoundError:
-        return ""
