@@ -50,9 +50,7 @@ def wheel(
     lines += [f"Requires-Dist: {each}" for each in requires]
     files = {
         f"{module}.py": code.encode(),
-        f"{info}/METADATA": (
-            metadata or "\n".join([*lines, *(f"Requires-Dist: {each}" for each in requires), ""])
-        ).encode(),
+        f"{info}/METADATA": (metadata or "\n".join([*lines, ""])).encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": (entry or f"[tandem.environments]\nshout = {module}:Shout\n").encode(),
         **(more or {}),

@@ -54,6 +54,8 @@ class WheelContent:
     summary: str
     environments: Mapping[str, str]
     """Its entry points `tandem.environments`: name and `module:Class`."""
+    files: Mapping[str, str]
+    """The SHA-256 of each file that is installed: of all outside of its .dist-info."""
 
     @property
     def metadata_sha256(self) -> str:
@@ -110,7 +112,7 @@ def _checked(file: str, content: bytes) -> WheelContent:
     return WheelContent(
         file, distribution, version, hashlib.sha256(content).hexdigest(), len(content), metadata, requires_python,
         tuple(str(each) for each in told.get_all("Requires-Dist") or ()), _line(str(told["Summary"] or "")),
-        environments,
+        environments, {name: found[0] for name, found in hashes.items() if not name.startswith(f"{info}/")},
     )  # fmt: skip
 
 
