@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tandem.io.package_names import normalized
+from tandem.spec.package_names import normalized
 
 CODE = """
 from tandem.types import Outcome, Task

@@ -17,10 +17,10 @@ from pydantic import ValidationError
 
 from tandem.client import requests
 from tandem.errors import ControlError, ControlInvalid, ControlNotKnown, SpecError
-from tandem.io.package_names import PackageName, is_final, package_name, version_key
 from tandem.io.provenance import checked_statement, key_id
 from tandem.io.wheel_file import WheelContent, names_in, open_wheel
 from tandem.shapes.packages import SIMPLE_JSON, IndexFile, IndexPage, PushBody
+from tandem.spec.package_names import PackageName, is_final, package_name, version_key
 
 Get = Callable[[str, Mapping[str, str]], bytes]
 """Fetches a path below the index; ControlNotKnown if there is nothing."""
@@ -139,9 +139,7 @@ class PackageIndex:
         fetched = self.fetch(self.choose(name))
         told, content = self.check_provenance(fetched, signing_key), fetched.content
         if told.get("package") != package_title(name):
-            raise SpecError(
-                f"{content.file}: its provenance is of '{told.get('package')!s:.60}', not of {name.title}"
-            )
+            raise SpecError(f"{content.file}: its provenance is of '{told.get('package')!s:.60}', not of {name.title}")
         return VerifiedPackage(
             name.title, content.version, content.file, content.sha256, len(content.files), key_id(signing_key),
             fetched.yanked, told,

@@ -16,7 +16,6 @@ from tandem.client.place import Place, find_place, known_signing_key
 from tandem.client.pull import Pulled, pull
 from tandem.client.requests import Call, EventReader, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
-from tandem.io.package_names import package_name
 from tandem.shapes.deployments import DeployBody, DeploymentInfo
 from tandem.shapes.packages import PackageInfo, PackageVersionInfo, YankBody
 from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS, PlanBody, PlanInfo
@@ -40,6 +39,7 @@ from tandem.shapes.runs import (
     TargetInfo,
     UsageInfo,
 )
+from tandem.spec.package_names import package_name
 
 if TYPE_CHECKING:
     import httpx

@@ -20,10 +20,10 @@ from tandem.control.tables import Attempt, Org, Package, PackageVersion, Project
 from tandem.env.load import ADAPTERS, BUILT_IN
 from tandem.errors import Conflict, Fenced, NotKnown, StoreError
 from tandem.io import atomic_write
-from tandem.io.package_names import normalized, skeleton, version_key
 from tandem.io.provenance import Signer
 from tandem.io.wheel_file import WheelContent
 from tandem.shapes.packages import PackageInfo, PackageVersionInfo, PushBody
+from tandem.spec.package_names import normalized, skeleton, version_key
 
 ORG_BYTES = 4 * 2**30
 """The most bytes of all wheels of an org."""

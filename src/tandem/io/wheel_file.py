@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.errors import SpecError
-from tandem.io.package_names import normalized, version_key
+from tandem.spec.package_names import normalized, version_key
 
 WHEEL_BYTES = 8 * 2**20
 """The largest wheel."""
@@ -81,6 +81,15 @@ def names_in(file: str) -> tuple[str, str]:
         raise _wrong(file[:200], "its name must be NAME-VERSION-py3-none-any.whl: a wheel of Python files alone")
     version_key(found[2])
     return normalized(found[1]), found[2]
+
+
+def file_digest(data: bytes) -> str:
+    """Return the SHA-256 of a file as RECORD has it."""
+    return _written(hashlib.sha256(data).digest())
+
+
+def _written(digest: bytes) -> str:
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def _checked(file: str, content: bytes) -> WheelContent:
@@ -184,7 +193,7 @@ def _read_all(
             if size > _SMALL_BYTES:
                 raise _wrong(file, f"{name[:60]} is larger than {_SMALL_BYTES:,} bytes")
             small[name] = b"".join(kept)
-        hashes[name] = (base64.urlsafe_b64encode(digest.digest()).decode().rstrip("="), size)
+        hashes[name] = (_written(digest.digest()), size)
     return hashes, small
 
 
