@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ class ReadyPackages:
 
 
 @contextmanager
-def ready_packages(spec: object, run_dir: Path | None = None) -> Iterator[ReadyPackages | None]:
+def ready_packages(spec: object, run_dir: Path | None = None) -> Generator[ReadyPackages | None]:
     """Yield the packages of a spec, or of its `[environment]`; None if it names none. `run_dir`: of a run that was
     begun: what it keeps is taken, whatever the index says today."""
     environment = spec.environment if isinstance(spec, RlSpec) else spec
