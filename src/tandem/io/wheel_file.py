@@ -18,6 +18,7 @@ import re
 import stat
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,7 +36,7 @@ _FILE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._]*)-([0-9][A-Za-z0-9.]*)-(py3|py2\.
 _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}")
 _SIGNATURES = ("RECORD.jws", "RECORD.p7s")
-_OURS = frozenset({"tandem", *sys.stdlib_module_names})
+_OURS = frozenset({"tandem", "sitecustomize", "usercustomize", *sys.stdlib_module_names})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def open_wheel(file: str, content: bytes) -> WheelContent:
     """Check a wheel; SpecError says what is wrong with it."""
     try:
         return _checked(file, content)
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as error:
         raise _wrong(file, f"is no zip file that can be read: {error}") from None
     except (OSError, ValueError, IndexError, KeyError, csv.Error, configparser.Error) as error:
         if isinstance(error, SpecError):
