@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from tandem.shapes.packages import PackageInfo, PackageVersionInfo
 
 _BUILD_S, _WORKERS_GIB = 300.0, 4.0
+_NOT_BUILT = ("build", "dist", "*.egg-info", "__pycache__", ".git", ".venv", "runs")
+"""Of a project's directory: what earlier builds left, or what is no part of it. It is built from a copy."""
+_DATE = "315532800"  # the first of January 1980, the first that a zip file can have
 
 
 def env_list(
@@ -151,11 +156,14 @@ def _wheel_of(source: Path) -> Generator[tuple[Path, dict[str, str]]]:
 
     if not (source / "pyproject.toml").exists():
         raise SpecError(f"{source}: has no pyproject.toml; docs/packages.md shows the one that it needs")
-    with tempfile.TemporaryDirectory(prefix="tandem-") as place:
+    with tempfile.TemporaryDirectory(prefix="tandem-") as home:
+        place, copy = Path(home) / "wheels", Path(home) / "source"
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(*_NOT_BUILT), symlinks=True)
         options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet"]
-        command = [sys.executable, "-I", "-m", "pip", "wheel", *options, "--wheel-dir", place, str(source.absolute())]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_S, check=False)
-        built = sorted(Path(place).glob("*.whl"))
+        command = [sys.executable, "-I", "-m", "pip", "wheel", *options, "--wheel-dir", str(place), str(copy)]
+        env = {"SOURCE_DATE_EPOCH": _DATE, **os.environ}  # the same files make the same wheel
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_S, check=False, env=env)
+        built = sorted(place.glob("*.whl"))
         if told.returncode or len(built) != 1:
             last = "\n  ".join(told.stderr.strip().splitlines()[-4:])
             raise SpecError(f"{source}: `pip wheel --no-deps --no-build-isolation` made no wheel of it:\n  {last}")
