@@ -315,11 +315,9 @@ def why_not_ranks(model: BuiltModel, path: str) -> str:
 
 def _order_varies(spec: RlSpec) -> bool:
     """Return whether what is sampled together, or next, depends on how fast workers are."""
-    environment = spec.environment
-    if environment is None or not environment.workers:
-        return False
+    its = spec.environment
     one_batch = spec.train.max_lag == 0 and spec.train.replace_equal_groups == 0
-    return not (one_batch and only_scores(environment.name, environment.params))
+    return its is not None and its.workers > 0 and not (one_batch and only_scores(its.name, its.params))
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:

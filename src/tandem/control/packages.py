@@ -1,8 +1,8 @@
 """Packages of environments: who owns which name, versions that never change, and the files of the wheels.
 
 A name begins with its org's name, and belongs to the first org that pushed it. A name that looks like another, or like
-an environment of Tandem's own, is refused. So nobody gets another's package by a slip of the finger, and no name of an
-org can be had from elsewhere.
+an environment of Tandem's own, is refused. So a slip of the finger gets no other org's package, and no name of an org
+can be had from elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Open a wheel that somebody else made, without trusting it: nothing is unpacked, and no code of it runs.
+"""Open a wheel that another person made, without trusting it: nothing is unpacked, and no code of it runs.
 
 A wheel is refused if it is no plain zip file, if it would unpack to too much, if a name in it leads out of the
 directory that it is unpacked in, if its RECORD does not list each file with its hash, or if its names, versions and
