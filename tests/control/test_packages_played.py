@@ -104,8 +104,7 @@ def test_a_directory_is_pushed_listed_and_verified(team: Colleagues):
 
 def test_the_environment_of_the_page_is_one(team: Colleagues):
     page = (Path(__file__).parents[2] / "docs/packages.md").read_text()
-    _, code, *_ = re.split(r"```python\n|\n```", page)
-    project = re.findall(r"```text\n(.*?)```", page, re.DOTALL)[0]
+    code, project = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL)[0] for kind in ("python", "text"))
     (team.home / "page").mkdir()
     (team.home / "page/shout_env.py").write_text(code)
     (team.home / "page/pyproject.toml").write_text(project.replace("acme-shout", "default-page"))
