@@ -64,6 +64,8 @@ SLOW = {
     "control/test_agent_elsewhere.py": "whole runs over a real sshd and Slurm's daemons",
     "control/test_deployments.py": "replicas of a real run, one killed and one refused",
     "control/test_agent.py": "whole runs under a control plane, killed on the way",
+    "control/test_packages_attacked.py": "more than a hundred and fifty attacks on a real server",
+    "control/test_packages_played.py": "a real server, pip, and whole runs of a package",
     "providers/test_ray.py": "a real Ray cluster, where it is installed",
     "providers/test_slurm.py": "Slurm's real daemons, some times killed",
 }

@@ -87,6 +87,9 @@ CLIENT_METHOD = {
     "promote": "Tandem.promote",
     "rollback": "Tandem.rollback",
     "undeploy": "Tandem.undeploy",
+    "env push": "Tandem.push_environment",
+    "env yank": "Tandem.yank_environment",
+    "env verify": "Tandem.verify_environment",
 }
 """Commands for a control server, and what does their work in `tandem.client`."""
 

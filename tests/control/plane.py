@@ -20,10 +20,12 @@ from tandem.control.api.service import control_service
 from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.mirror import Mirror
+from tandem.control.packages import Shelf
 from tandem.control.sealing import read_master_keys
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Revision, Run
 from tandem.control.tokens import attempt_token
+from tandem.io.provenance import read_signer
 from tandem.recipes.plan_offers import plan_offers
 from tandem.serve.http.service import create_app
 from tandem.shapes.plans import PlanBody, PlanInfo
@@ -119,7 +121,9 @@ def served(home: Path, database: str = "", requests_per_s: float = 0.0) -> Serve
     woken: list[int] = []
     keys, prices = read_master_keys(home / "data", env={}), {"box": 2.0, "free": 0.0}
     mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
-    plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, plan, lambda: woken.append(1))
+    shelf = Shelf(home / "packages", read_signer(home / "data"))
+    plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, plan, lambda: woken.append(1),
+                  shelf, "test")  # fmt: skip
 
     async def loop() -> None:
         await asyncio.Event().wait()

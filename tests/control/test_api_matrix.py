@@ -13,12 +13,15 @@ import httpx
 import pytest
 from fastapi.openapi.models import OpenAPI
 from plane import SPEC, TOKEN, Served, piece, served
+from wheels import push_body, wheel
 
 from tandem.control.tokens import attempt_token
 from tandem.dashboard.service import page_paths
 from tandem.shapes.runs import SCOPES
 
 CANARY = "canary7"
+PACKAGE = f"{CANARY}-org-shout"
+WHEEL = push_body(wheel(PACKAGE))
 BODIES: dict[str, Any] = {
     "/api/plans": {"spec_toml": SPEC, "target": "box"},
     "/api/runs": {"spec_toml": SPEC, "target": "box"},
@@ -34,13 +37,19 @@ BODIES: dict[str, Any] = {
     "/api/deployments/{id}/promote": {"revision": 1},
     "/api/deployments/{id}/rollback": {},
     "/api/deployments/{id}/undeploy": {},
+    "/api/packages": push_body(wheel("another-org-shout")),
+    "/api/packages/{id}/yank": {"version": "1.0"},
     "/v1/chat/completions": {"model": "hidden-name", "messages": []},
     "/v1/completions": {"model": "hidden-name", "prompt": "p"},
     "/api/attempts/{id}/claim": {"instance": "thief"},
     "/api/attempts/{id}/append": {"instance": "thief", "pieces": [piece("log.txt", 1, 0, b"x")]},
     "/api/attempts/{id}/end": {"instance": "thief", "state": "failed"},
 }
-OF_AGENTS = {path for path in BODIES if "/attempts/{id}/" in path}
+OF_AGENTS = {path for path in BODIES if "/attempts/{id}/" in path} | {
+    "/api/attempts/{id}/simple/{name}/", "/api/attempts/{id}/simple/{name}/{file}",
+}  # fmt: skip
+ANOTHERS_NAME = {("post", "/api/packages")}
+"""The name begins with another org's."""
 WITHOUT_KEY = {"/health", "/openapi.json", *page_paths()}
 OF_TWO_RUNS = {"/api/views/compare"}
 NAMED_IN_BODY = {"/api/deployments", "/v1/chat/completions", "/v1/completions"}
@@ -69,9 +78,11 @@ class World:
 
     def call(self, method: str, path: str, key: str) -> Any:
         ids = {"runs": self.run, "views": self.run, "attempts": self.attempt, "keys": self.key, "secrets": self.secret}
-        ids["deployments"] = "hidden-name"
-        part = path.split("/")[2] if path.count("/") > 1 else ""
-        filled = path.replace("{id}", ids.get(part, "")).replace("{name}", "log.txt")
+        ids |= {"deployments": "hidden-name", "packages": PACKAGE, "simple": PACKAGE}
+        parts = path.split("/")
+        part = parts[2] if parts[1] == "api" and len(parts) > 2 else parts[1]
+        name = "log.txt" if part == "runs" else PACKAGE if part == "attempts" else WHEEL["file"]
+        filled = path.replace("{id}", ids.get(part, "")).replace("{name}", name).replace("{file}", WHEEL["file"])
         if path in OF_TWO_RUNS:
             filled += f"?run={self.run}&run={self.run}"
         body = BODIES[path] if method == "post" else None
@@ -101,6 +112,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         theirs, secrets=[secret["name"]], name=f"{CANARY}-run", project=f"{CANARY}-project", group=CANARY
     )
     plane.made("/api/deployments", {"name": "hidden-name", "run": run, "step": 1}, theirs)
+    plane.made("/api/packages", {**WHEEL, "project": f"{CANARY}-project"}, theirs)
     attempt, token = plane.open_attempt(run)
     claimed = plane.made(f"/api/attempts/{attempt}/claim", {"instance": "i"}, token)
     assert claimed["secrets"] == {secret["name"]: secret["value"]}
@@ -124,7 +136,7 @@ def test_the_document_is_whole_and_open(world: World):
     assert len(list(world.operations())) >= 26
     for path in world.document["paths"]:
         named = set(re.findall(r"{(\w+)}", path))
-        assert named <= {"id", "name"}, path
+        assert named <= {"id", "name", "file"}, path
 
 
 def test_credentials_that_are_none_get_401_everywhere(world: World):
@@ -166,13 +178,17 @@ def test_a_key_of_another_org_or_project_sees_nothing_of_this_one(world: World):
             expected = (
                 {401}
                 if path in OF_AGENTS
+                else {409}
+                if (method, path) in ANOTHERS_NAME
                 else {404}
                 if "{id}" in path or path in OF_TWO_RUNS or (method == "post" and path in NAMED_IN_BODY)
                 else {200, 201, 403}
             )
-            own_org = name == "same org, other project" and path == "/api/me"
+            names_it = (method, path) in {("get", "/api/me"), ("post", "/api/packages")}
+            own_org = name == "same org, other project" and names_it
             made_by_it = f"{CANARY} org" if (name, path) == ("operator", "/api/audit") else "\0"
-            leaked = CANARY in answer.text.replace(made_by_it, "") and not own_org
+            own_words = PACKAGE if "{id}" in path else "\0"
+            leaked = CANARY in answer.text.replace(made_by_it, "").replace(own_words, "") and not own_org
             if answer.status_code not in expected or leaked:
                 leaks.append((name, method, path, answer.status_code, answer.text[:200]))
     assert leaks == []
@@ -214,7 +230,7 @@ def test_an_agent_speaks_for_its_own_attempt_only(world: World):
         answer = world.call(method, path, token)
         expected = 404 if path in OF_AGENTS else 401
         assert (answer.status_code, CANARY in answer.text) == (expected, False), (method, path)
-    for path in OF_AGENTS:  # the right token, another execution
+    for path in OF_AGENTS & BODIES.keys():  # the right token, another execution
         answer = world.call("post", path, world.token)
         assert (answer.status_code, CANARY in answer.text) == (409, False), path
 

@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from plane import SECRET, SPEC, TOKEN, Served, piece, served
 from sqlalchemy.orm import Session
 from typer.testing import CliRunner
+from wheels import push_body, wheel
 
 from tandem.cli.main import app
 from tandem.control import maintenance
@@ -58,9 +59,10 @@ def test_every_write_is_in_the_log_once(plane: Served):
         ("/api/secrets", {"name": "B", "value": "canary-value"}), ("/api/secrets/{id}/delete", {}),
         ("/api/deployments", {"name": "d", "run": run, "step": 1}), ("/api/deployments/{id}/promote", {"revision": 1}),
         ("/api/deployments/{id}/rollback", {}), ("/api/deployments/{id}/undeploy", {}),
+        ("/api/packages", push_body(wheel())), ("/api/packages/{id}/yank", {"version": "1.0"}),
     ]  # fmt: skip
     ids = {"/api/runs/{id}/cancel": run, "/api/runs/{id}/resume": done, "/api/keys/{id}/revoke": key,
-           "/api/secrets/{id}/delete": secret,
+           "/api/secrets/{id}/delete": secret, "/api/packages/{id}/yank": "default-shout",
            **{f"/api/deployments/{{id}}/{verb}": "d0" for verb in ("promote", "rollback", "undeploy")}}  # fmt: skip
     assert {path for path, _ in (*of_attempt, *of_keys)} == {
         path for path, each in document["paths"].items() if "post" in each

@@ -21,16 +21,17 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from tandem.agent.link import Link
+from tandem.agent.packages import with_packages
 from tandem.agent.shipping import Shipper
 from tandem.agent.trainer import RunProcess, ServeProcess, only_agent
-from tandem.errors import Fenced, RunError, Unproven
+from tandem.errors import ControlError, ControlSilent, Fenced, RunError, SpecError, Unproven
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
+from tandem.io.own_release import own_release
 from tandem.runs.failure_diagnosis import classify_end
 from tandem.runs.liveness import read_sign
 from tandem.shapes.agent import (
@@ -99,7 +100,13 @@ class Agent:
 
     def _attend(self, claimed: Claimed, trainer: RunProcess) -> int:
         trainer.run_dir.parent.mkdir(parents=True, exist_ok=True)
-        if trainer.begin(claimed.spec_toml, claimed.secrets, TOKEN_VARIABLE):
+        spec_toml = claimed.spec_toml
+        try:
+            if claimed.serve is None:
+                spec_toml = with_packages(spec_toml, trainer.run_dir, self.home, self.link)
+        except (SpecError, ControlError, RunError) as error:
+            return self._tell_it_cannot_begin(error)
+        if trainer.begin(spec_toml, claimed.secrets, TOKEN_VARIABLE):
             _log.info("attempt %s of run %s: the trainer has begun", claimed.n, claimed.run)
         else:
             _log.info("attempt %s of run %s: goes on with the same trainer", claimed.n, claimed.run)
@@ -110,6 +117,21 @@ class Agent:
                 self._wake.wait(self.every_s)
             self._pass_on(trainer)
         return self._tell_the_end(shipper, trainer, code)
+
+    def _tell_it_cannot_begin(self, error: Exception) -> int:
+        """Say that the packages of its environment could not be had, until the control plane knows."""
+        _log.error("the trainer was not started: %s", error)
+        body = EndBody(
+            instance=self._instance, state="failed", why=f"{type(error).__name__}: {error}"[:4000],
+            retriable=isinstance(error, ControlSilent), exit_code=2,
+        )  # fmt: skip
+        until = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until:
+            told = self.link.ask("end", body, Ended)
+            if told is not None and told.written:
+                return 0
+            time.sleep(self.every_s)
+        return 1
 
     def _exchange(self, shipper: Shipper, trainer: RunProcess) -> bool:
         """Renew the lease and send what grew; return whether more is there."""
@@ -173,7 +195,7 @@ class Agent:
         """Claim the attempt; None if the machine asked this process to end before there was an answer."""
         body = ClaimBody(
             instance=self._instance, host=platform.node()[:200], boot_id=_boot_id(), pid=os.getpid(),
-            gpus=_gpus(), release=_release(),
+            gpus=_gpus(), release=own_release(),
         )  # fmt: skip
         while (claimed := self.link.ask("claim", body, Claimed)) is None:
             if self._wake.wait(self.every_s) or self._asked:
@@ -273,10 +295,3 @@ def _gpus() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     return tuple(told.splitlines()[:64])
-
-
-def _release() -> str:
-    try:
-        return version("tandem-rl")[:40]
-    except PackageNotFoundError:
-        return ""

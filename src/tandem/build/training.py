@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tandem.data.load import DataSplit
     from tandem.data.preference_pairs import Pair
     from tandem.data.rated_answers import Rated
+    from tandem.env.installed import InstalledPackages
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master_weights import Master
     from tandem.text.renderer import Renderer
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 # Imports stand inside the functions, so that a run loads only what its spec needs, and wrong specs fail before torch.
 
 
-def environment(spec: EnvironmentSpec) -> Environment:
+def environment(spec: EnvironmentSpec, installed: InstalledPackages | None = None) -> Environment:
     """Load the environment. With workers, its code runs only in worker processes; the caller must call `close`."""
     from tandem.env.load import load_environment
 
@@ -50,7 +51,7 @@ def environment(spec: EnvironmentSpec) -> Environment:
     from tandem.rollout.workers.forkserver_client import Order
     from tandem.rollout.workers.pool import WorkerEnvironment
 
-    return WorkerEnvironment(Order.of(spec), spec.workers)
+    return WorkerEnvironment(Order.of(spec, installed), spec.workers)
 
 
 def its_spec(spec: RlSpec) -> EnvironmentSpec:
@@ -314,11 +315,9 @@ def why_not_ranks(model: BuiltModel, path: str) -> str:
 
 def _order_varies(spec: RlSpec) -> bool:
     """Return whether what is sampled together, or next, depends on how fast workers are."""
-    environment = spec.environment
-    if environment is None or not environment.workers:
-        return False
+    its = spec.environment
     one_batch = spec.train.max_lag == 0 and spec.train.replace_equal_groups == 0
-    return not (one_batch and only_scores(environment.name, environment.params))
+    return its is not None and its.workers > 0 and not (one_batch and only_scores(its.name, its.params))
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:

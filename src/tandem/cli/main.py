@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tandem.cli import packages
 from tandem.cli.agent import agent
 from tandem.cli.artifacts import artifacts_app
 from tandem.cli.atropos import atropos
@@ -38,7 +39,7 @@ from tandem.cli.options import (
 )
 from tandem.cli.remote import cancel, login, logs, pull, resume_remote, submit
 from tandem.cli.rollouts import rollouts_app
-from tandem.cli.runs import compare, env_list, explain, report, runs, watch
+from tandem.cli.runs import compare, explain, report, runs, watch
 from tandem.cli.samples import samples
 from tandem.cli.sweep import sweep
 from tandem.cli.sync import sync_app
@@ -531,7 +532,9 @@ app.command()(mcp)
 app.command()(dashboard)
 app.command()(top)
 app.command(hidden=True)(agent)
-env_app.command("list")(env_list)
+env_app.command("list")(packages.env_list)
+for command in (packages.push, packages.yank, packages.verify):
+    env_app.command()(command)
 
 
 def main() -> None:

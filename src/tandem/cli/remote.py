@@ -40,7 +40,7 @@ def login(
         key = sys.stdin.readline().strip()
     with Tandem(url, key, patience_s=5.0) as server:
         me = server.me()
-    saved = save_place(Place(url, key))
+    saved = save_place(Place(url, key, me.signing_key))
     typer.echo(f"{saved}: org {me.org_name}, {', '.join(me.scopes)}")
 
 

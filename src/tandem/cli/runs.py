@@ -91,16 +91,3 @@ def compare(
 
     found = compare_runs([run_directory(each) for each in runs], confidence=confidence)
     typer.echo(json.dumps(compare_json(found), indent=2) if as_json else compare_text(found))
-
-
-def env_list(as_json: AsJson = False) -> None:
-    """List the environments that have a name; your own are a file or a module: `tandem env new NAME`."""
-    from tandem.env.catalog import list_environments
-
-    found = list_environments()
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    width = max(len(each["name"]) for each in found) + 2
-    for each in found:
-        typer.echo(f"{each['name']:<{width}}{each['about']}")

@@ -10,11 +10,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tandem.client import requests
-from tandem.client.place import Place, find_place
+from tandem.client.index import PackageIndex, VerifiedPackage, named, push_body
+from tandem.client.place import Place, find_place, known_signing_key
 from tandem.client.pull import Pulled, pull
 from tandem.client.requests import Call, EventReader, Patience, Reply
 from tandem.errors import ControlNotKnown, SpecError
 from tandem.shapes.deployments import DeployBody, DeploymentInfo
+from tandem.shapes.packages import PackageInfo, PackageVersionInfo, YankBody
 from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS, PlanBody, PlanInfo
 from tandem.shapes.runs import (
     AttemptInfo,
@@ -36,6 +38,7 @@ from tandem.shapes.runs import (
     TargetInfo,
     UsageInfo,
 )
+from tandem.spec.package_names import package_name
 
 if TYPE_CHECKING:
     import httpx
@@ -52,7 +55,7 @@ class Tandem(AbstractContextManager["Tandem"]):
             raise SpecError(
                 "no control server is configured: use `tandem login URL`, or set TANDEM_CONTROL and TANDEM_CONTROL_KEY"
             )
-        self.url, self._patience_s = place.url, patience_s
+        self._place, self.url, self._patience_s = place, place.url, patience_s
         self._http = httpx.Client(
             base_url=place.url, headers={"Authorization": f"Bearer {place.key}"}, follow_redirects=False,
             timeout=httpx.Timeout(requests.READ_S, connect=requests.CONNECT_S),
@@ -148,6 +151,49 @@ class Tandem(AbstractContextManager["Tandem"]):
     def undeploy(self, name: str) -> DeploymentInfo:
         """Take a name away; what its replicas have begun is answered."""
         return self.call(requests.undeploy(name))
+
+    def push_environment(
+        self,
+        wheel: str | Path,
+        *,
+        project: str = "",
+        build: Mapping[str, str] | None = None,
+        checks: Mapping[str, int | float | bool | str] | None = None,
+    ) -> PackageVersionInfo:
+        """Push a wheel as a version of a package of environments. The same file again changes nothing. `build`,
+        `checks`: how it was made, and what was measured, for its signed provenance."""
+        return self.call(requests.push_package(push_body(wheel, project, build or {}, checks or {})))
+
+    def environments(self) -> list[PackageInfo]:
+        """Return the packages of environments that the key may see."""
+        return (self.call(requests.packages())).items
+
+    def environment(self, name: str) -> PackageInfo:
+        """Return the package `ORG/NAME`, and its versions."""
+        return self.call(requests.package(package_name(name).distribution))
+
+    def yank_environment(self, name: str, *, why: str = "", undo: bool = False) -> PackageVersionInfo:
+        """Take `ORG/NAME==VERSION` out of what is chosen by default; `undo`: put it back."""
+        found = named(name)
+        body = requests.body(YankBody, version=found.version, why=why, undo=undo)
+        return self.call(requests.yank(found.distribution, body))
+
+    def verify_environment(self, name: str, *, signing_key: str = "") -> VerifiedPackage:
+        """Check `ORG/NAME==VERSION`: its bytes, its RECORD, and the signature of its provenance. `signing_key`: the
+        server's public key; default: the one that `tandem login` kept."""
+        return self.index().verify(named(name), signing_key or self.signing_key())
+
+    def index(self) -> PackageIndex:
+        """Return the server's index of packages."""
+
+        def get(path: str, headers: Mapping[str, str]) -> bytes:
+            return self.answered("GET", f"/simple/{path}", headers=headers).content
+
+        return PackageIndex(get, self.url)
+
+    def signing_key(self) -> str:
+        """Return the server's signing key as `tandem login` kept it. SpecError if there is none."""
+        return known_signing_key(self._place)
 
     def usage(self, *, since: int = 0, until: int = 0) -> Iterator[UsageInfo]:
         """Yield what each closed attempt used. `since`, `until`: milliseconds since 1970, for when they ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import tomli_w
 from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
+from tandem.io.provenance import PUBLIC_FILE
 
 PLACE_FILE = Path("~/.config/tandem/control.toml")
 URL_VARIABLE, KEY_VARIABLE = "TANDEM_CONTROL", "TANDEM_CONTROL_KEY"
@@ -26,6 +27,8 @@ class Place:
 
     url: str
     key: str = field(repr=False)
+    signing_key: str = ""
+    """The public key of the server's provenance of environments, as it was at the login; empty: not known."""
 
 
 def find_place(env: Mapping[str, str] | None = None) -> Place | None:
@@ -35,9 +38,9 @@ def find_place(env: Mapping[str, str] | None = None) -> Place | None:
     if named := env.get(URL_VARIABLE, ""):
         if not named.startswith(("http://", "https://")):
             return _of_data_dir(Path(named).expanduser())
-        key = env.get(KEY_VARIABLE, "")
-        if not key and (saved := _saved()) is not None and saved.url == named.rstrip("/"):
-            return saved
+        key, saved = env.get(KEY_VARIABLE, ""), _saved()
+        if saved is not None and saved.url == named.rstrip("/"):
+            return replace(saved, key=key or saved.key)
         if not key:
             raise SpecError(
                 f"{URL_VARIABLE} = '{named}': put its key into {KEY_VARIABLE}, or use `tandem login {named}`"
@@ -54,9 +57,25 @@ def save_place(place: Place) -> Path:
         )
     path = PLACE_FILE.expanduser()
     atomic_write.make_directory(path.parent)
-    text = tomli_w.dumps({"url": place.url.rstrip("/"), "key": place.key})
+    url, saved = place.url.rstrip("/"), _saved()
+    if saved is not None and saved.url == url and saved.signing_key not in ("", place.signing_key):
+        raise SpecError(
+            f"{url}: its signing key has changed since the last login; ask its operator whether that is so, and remove "
+            f"the line signing_key from {path} before you log in again"
+        )
+    text = tomli_w.dumps({"url": url, "key": place.key, "signing_key": place.signing_key})
     atomic_write.write_bytes(path, text.encode(), mode=0o600)
     return path
+
+
+def known_signing_key(place: Place) -> str:
+    """Return the server's signing key. SpecError if none is known here."""
+    if not place.signing_key:
+        raise SpecError(
+            f"no signing key of {place.url} is known here: log in again (`tandem login {place.url}`), or give it by "
+            "--key, as DATA/signing-key.pub of the server has it"
+        )
+    return place.signing_key
 
 
 def _saved() -> Place | None:
@@ -65,7 +84,7 @@ def _saved() -> Place | None:
         return None
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        return Place(str(raw["url"]), str(raw["key"]))
+        return Place(str(raw["url"]), str(raw["key"]), str(raw.get("signing_key", "")))
     except (OSError, ValueError, KeyError) as error:
         raise SpecError(f"{path}: is not the file of a control server ({error}); use `tandem login URL`") from error
 
@@ -73,7 +92,9 @@ def _saved() -> Place | None:
 def _of_data_dir(directory: Path) -> Place:
     try:
         ready = cast("dict[str, Any]", read_json(directory / READY_FILE))
-        return Place(str(ready["url"]), (directory / "token").read_text(encoding="utf-8").strip())
+        token = (directory / "token").read_text(encoding="utf-8").strip()
+        key = directory / PUBLIC_FILE
+        return Place(str(ready["url"]), token, key.read_text(encoding="ascii").strip() if key.exists() else "")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(
             f"{URL_VARIABLE} = '{directory}': is no URL, and no data directory of a `tandem control serve` that runs "

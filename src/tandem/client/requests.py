@@ -28,6 +28,7 @@ from tandem.errors import (
 from tandem.io.retry_after import retry_after_s
 from tandem.shapes.base import Answer, Asked
 from tandem.shapes.deployments import DeployBody, DeploymentInfo, DeploymentList, PromoteBody
+from tandem.shapes.packages import PackageInfo, PackageList, PackageVersionInfo, PushBody, YankBody
 from tandem.shapes.plans import PlanBody, PlanInfo
 from tandem.shapes.runs import (
     ENDED,
@@ -193,6 +194,22 @@ def rollback(name: str) -> Call[DeploymentInfo]:
 
 def undeploy(name: str) -> Call[DeploymentInfo]:
     return _post(f"/api/deployments/{_part(name)}/undeploy", DeploymentInfo, Asked())
+
+
+def packages() -> Call[PackageList]:
+    return _get("/api/packages", PackageList)
+
+
+def package(distribution: str) -> Call[PackageInfo]:
+    return _get(f"/api/packages/{_part(distribution)}", PackageInfo)
+
+
+def push_package(body: PushBody) -> Call[PackageVersionInfo]:
+    return _post("/api/packages", PackageVersionInfo, body)
+
+
+def yank(distribution: str, body: YankBody) -> Call[PackageVersionInfo]:
+    return _post(f"/api/packages/{_part(distribution)}/yank", PackageVersionInfo, body)
 
 
 def projects() -> Call[ProjectList]:

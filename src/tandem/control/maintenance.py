@@ -27,10 +27,11 @@ from tandem.control.tables import Attempt, Run, Usage
 from tandem.control.tokens import SECRET_FILE
 from tandem.errors import SpecError, StoreError, StoreOwned
 from tandem.io import atomic_write
+from tandem.io.provenance import KEY_FILE, PUBLIC_FILE
 from tandem.io.sqlite_store import owned
 
-MIRRORS = "runs"
-_SMALL = (SECRET_FILE, MASTER_FILE, "token", HEAD_FILE)
+MIRRORS, PACKAGES = "runs", "packages"
+_SMALL = (SECRET_FILE, MASTER_FILE, "token", HEAD_FILE, KEY_FILE, PUBLIC_FILE)
 _ROOM_BYTES = 2**30
 
 
@@ -59,6 +60,8 @@ def backup(data_dir: Path, to: Path, *, mirrors: bool) -> int:
         if mirrors and (data_dir / MIRRORS).exists():  # before the database: it names no file that is not there
             shutil.copytree(data_dir / MIRRORS, fresh / MIRRORS, ignore=shutil.ignore_patterns(".*.tmp"))
         _copy_database(data_dir / FILE, fresh / FILE)
+        if (data_dir / PACKAGES).exists():  # after the database: a wheel is written before its row, and never deleted
+            shutil.copytree(data_dir / PACKAGES, fresh / PACKAGES, ignore=shutil.ignore_patterns(".*.tmp"))
         os.chmod(fresh, atomic_write.PRIVATE)
     leave_note(data_dir, "control backup", to=to)
     return sum(path.stat().st_size for path in to.rglob("*") if path.is_file())

@@ -185,6 +185,42 @@ class Revision(Base):
     weight: Mapped[int] = mapped_column(Integer)
 
 
+class Package(Base):
+    """The name of a package of environments. It belongs to its first org for good, also if all versions are yanked."""
+
+    __tablename__ = "packages"
+    id: Mapped[str] = mapped_column(_NAME, primary_key=True)
+    """The distribution's name, normalised."""
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    project: Mapped[str] = mapped_column(_ID)
+    """The only project that sees it; empty: every project of its org."""
+    title: Mapped[str] = mapped_column(String(130))
+    skeleton: Mapped[str] = mapped_column(_NAME, unique=True)
+    """What names that look alike have in common."""
+    at: Mapped[int] = mapped_column(BigInteger)
+
+
+class PackageVersion(Base):
+    """One wheel. Nothing of it changes but whether it is yanked; its bytes are in the file of its SHA-256."""
+
+    __tablename__ = "package_versions"
+    package: Mapped[str] = mapped_column(_NAME, ForeignKey("packages.id"), primary_key=True)
+    version: Mapped[str] = mapped_column(String(60), primary_key=True)
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    at: Mapped[int] = mapped_column(BigInteger)
+    file: Mapped[str] = mapped_column(String(200))
+    sha256: Mapped[str] = mapped_column(String(64))
+    size: Mapped[int] = mapped_column(Integer)
+    metadata_text: Mapped[bytes] = mapped_column(LargeBinary)
+    told: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """Of its METADATA and entry points: requires_python, requires, summary, environments."""
+    provenance: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """The signed envelope."""
+    pushed_by: Mapped[str] = mapped_column(_ID)
+    yanked_at: Mapped[int] = mapped_column(BigInteger)
+    yanked_why: Mapped[str] = mapped_column(String(300))
+
+
 class Attempt(Base):
     """One execution of a run. It is claimed here before it trains, and closed here before another begins."""
 

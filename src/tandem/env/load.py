@@ -23,6 +23,7 @@ from tandem.errors import EnvironmentFailed, SpecError
 from tandem.io import own_code
 from tandem.io.own_code import OBJECT, import_file
 from tandem.protocols import Environment
+from tandem.spec.package_names import is_package
 
 BUILT_IN: dict[str, type] = {"arithmetic": Arithmetic, "guess": Guess, "sort": Sort}
 
@@ -79,6 +80,10 @@ def _find_class(name: str) -> type:
         return _named_class(_import_file(name, Path(place)), name, class_name)
     if place and class_name:
         return _named_class(_import_module(name, place), name, class_name)
+    if is_package(name):
+        raise wrong(
+            name, "is a package, whose code plays in the sandbox of a run only; name it in a spec's [environment]"
+        )
     close = difflib.get_close_matches(name, [*BUILT_IN, *ADAPTERS], n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     known = ", ".join([*BUILT_IN, "prompts", "gsm8k", "math"])

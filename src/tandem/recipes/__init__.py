@@ -29,6 +29,7 @@ from tandem.obs.trackers.tracker_queue import Feed
 from tandem.protocols import Callback, Environment, OptimizerRule
 from tandem.recipes.crew import crew_of, until_lost
 from tandem.recipes.objects import AnyAlgorithm, Objects, check_same, with_objects
+from tandem.recipes.packages import ReadyPackages, ready_packages
 from tandem.runs.callbacks import load_callbacks
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
@@ -81,12 +82,12 @@ def run(
     # Before torch is imported: missing files and wrong environment parameters are refused at once.
     _refuse_missing(spec)
     spec = spec.in_place()  # absolute paths: the run may be resumed from another directory
-    with own_code.session(objects.by_name()):
+    with own_code.session(objects.by_name()), ready_packages(spec) as packages:
         _check_own_code(spec)
-        played = _environment(spec)
+        played = _environment(spec, packages)
         spec, chosen = choose(spec, this_machine(spec.device))
         directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
-        begin(directory, to_toml(spec))
+        begin(directory, to_toml(spec), None if packages is None else packages.directory)
         lease = DirectoryLease(directory)
         return _run(spec, lease, directory, played, view or LiveView(spec.name), chosen=chosen, rehearse=rehearse)
 
@@ -147,7 +148,8 @@ def resume(
                 try:
                     check_same(spec, objects)
                     _check_own_code(spec)
-                    played = _environment(spec)
+                    with ready_packages(spec, directory) as packages:
+                        played = _environment(spec, packages)
                 except BaseException:
                     lease.close()
                     raise
@@ -164,12 +166,12 @@ def resume(
     return status
 
 
-def _environment(spec: RunSpec) -> Any:
+def _environment(spec: RunSpec, packages: ReadyPackages | None) -> Any:
     from tandem.build import training
 
     if not isinstance(spec, RlSpec) or spec.environment is None:
         return None
-    return training.environment(spec.environment)
+    return training.environment(spec.environment, packages and packages.installed)
 
 
 def _is_incomplete(spec: RunSpec, directory: Path, status: Mapping[str, Any]) -> bool:

@@ -20,6 +20,7 @@ from tandem.build import training
 from tandem.build.judges import judge_model
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.obs.claims import answers, figure_of
+from tandem.recipes.packages import ready_packages
 from tandem.recipes.serve import find_model, load_model
 from tandem.rollout.episode import Setting, play
 from tandem.rollout.reward_reasons import NoReward, likely_reason
@@ -128,7 +129,8 @@ def measure_base_rate(
         temperature=temperature or (stage.temperature if stage else 1.0),
         top_p=stage.top_p if stage else 1.0,
     )
-    environment = training.environment(environment_spec)
+    with ready_packages(environment_spec) as packages:
+        environment = training.environment(environment_spec, packages and packages.installed)
     try:
         every = list(environment.tasks("train"))
         chosen = random.Random("base rate").sample(every, min(tasks, len(every)))

@@ -18,13 +18,17 @@ from tandem.control.api.service import REQUESTS_PER_S, AssistantApp, control_ser
 from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.decide import AttemptView, RunView
+from tandem.control.maintenance import MIRRORS, PACKAGES
 from tandem.control.mirror import Mirror
+from tandem.control.packages import Shelf
 from tandem.control.reconcile import Reconciler
 from tandem.control.sealing import MasterKeys, read_master_keys
 from tandem.control.store import Store
 from tandem.control.tokens import attempt_secret, attempt_token
 from tandem.control.vault import wrap_all_again
 from tandem.errors import SpecError
+from tandem.io.own_release import own_release
+from tandem.io.provenance import read_signer
 from tandem.recipes.plan_offers import ChildPlanner
 from tandem.recipes.run_needs import need_of
 from tandem.recipes.targets import ask_targets
@@ -34,8 +38,6 @@ from tandem.serve.http.service import create_app
 from tandem.shapes.agent import TOKEN_VARIABLE
 from tandem.shapes.runs import OfferInfo, TargetInfo
 from tandem.types import Job, Need
-
-MIRRORS = "runs"
 
 
 def serve_control(
@@ -112,7 +114,10 @@ def _plane(
 
     prices = {name: each.usd_per_hour for name, each in targets.items()}
     mirror, audit = Mirror(data_dir / MIRRORS, store), AuditLog(secret, data_dir)
-    return Plane(store, mirror, callers, keys, audit, now_ms, prices, offers, ChildPlanner(), loop.wake)
+    shelf = Shelf(data_dir / PACKAGES, read_signer(data_dir))
+    return Plane(
+        store, mirror, callers, keys, audit, now_ms, prices, offers, ChildPlanner(), loop.wake, shelf, own_release()
+    )  # fmt: skip
 
 
 def _loop(store: Store, targets: Mapping[str, AnyTarget], secret: bytes, url: Callable[[], str]) -> Reconciler:

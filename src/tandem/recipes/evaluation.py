@@ -12,6 +12,7 @@ from tandem.build import training
 from tandem.build.judges import judge_model
 from tandem.errors import SpecError
 from tandem.obs.claims import change_of, figure_of
+from tandem.recipes.packages import ready_packages
 from tandem.recipes.serve import find_model, load_model
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
@@ -74,12 +75,14 @@ def evaluate_model(
     `spec` names the environment and tasks; the default is the run's own. The result is stored with those of the run, or
     in `directory`. Without `base`, a run is compared with its earliest evaluation on the same tasks, if there is one.
     """
+    its_own = spec is None
     spec = as_spec(spec) if spec is not None else _spec_of(source)
     if not isinstance(spec, RlSpec):
         raise SpecError(f"recipe = '{spec.recipe}': evaluations need an environment; give a spec with recipe = 'rl'")
     is_run = (Path(source) / "status.json").exists()
     target = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
-    environment = training.environment(training.its_spec(spec))
+    with ready_packages(spec, Path(source) if is_run and its_own else None) as packages:
+        environment = training.environment(training.its_spec(spec), packages and packages.installed)
     measure: Measure | None = None
     try:
         tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)

@@ -20,6 +20,8 @@ from tandem.io.bounded_json import read_json
 from tandem.io.process_identity import identity
 
 _LOCK, _EPOCH = "lease", "epoch.json"
+PACKAGES = "environment"
+"""In a run's directory: the packages of its environment, and their pins."""
 _LEAST_BYTES = 2**20  # for logs and rows until the first checkpoint
 _DYING_S = 1.0  # a process that was just killed may hold the lock a moment longer
 
@@ -57,9 +59,10 @@ class DirectoryLease:
             self._lock = -1
 
 
-def begin(directory: Path, spec_toml: str) -> None:
+def begin(directory: Path, spec_toml: str, packages: Path | None = None) -> None:
     """Make a run's directory with its spec in it, in one step, so that the run can be resumed from the first moment.
-    Only this user may enter it, because it holds prompts, answers and weights."""
+    Only this user may enter it, because it holds prompts, answers and weights. `packages`: a directory with the
+    packages of its environment, which is copied."""
     refuse_used(directory)
     need_room(directory, "begin")
     fresh = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
@@ -70,6 +73,10 @@ def begin(directory: Path, spec_toml: str) -> None:
         why = f"{error.strerror}: '{error.filename}'"
         raise RunError(f"{directory}: cannot be made: {why}; name another directory (--run-dir)") from error
     try:
+        if packages is not None:
+            shutil.copytree(packages, fresh / PACKAGES)
+            for each in (*(fresh / PACKAGES).iterdir(), fresh / PACKAGES):
+                atomic_write.sync(each)
         atomic_write.write_text(fresh / "spec.toml", spec_toml)
         os.rename(fresh, directory)
         atomic_write.sync(directory.parent)

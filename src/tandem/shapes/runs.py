@@ -24,10 +24,11 @@ def _free_name(name: str) -> str:
 
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}$")]
-Scope = Literal["runs:read", "runs:write", "keys", "secrets", "deploy", "chat", "admin"]
-"""runs:read: see runs. runs:write: submit, cancel, resume. keys: make and revoke keys. secrets: set and delete secrets,
-and list their names. deploy: put models behind names. chat: ask them. admin: make projects, and read the audit log."""
-SCOPES: tuple[Scope, ...] = ("runs:read", "runs:write", "keys", "secrets", "deploy", "chat", "admin")
+Scope = Literal["runs:read", "runs:write", "keys", "secrets", "deploy", "chat", "env", "admin"]
+"""runs:read: see runs, and install environments. runs:write: submit, cancel, resume. keys: make and revoke keys.
+secrets: set and delete secrets, and list their names. deploy: put models behind names. chat: ask them. env: push and
+yank environments. admin: make projects, and read the audit log."""
+SCOPES: tuple[Scope, ...] = ("runs:read", "runs:write", "keys", "secrets", "deploy", "chat", "env", "admin")
 SecretName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z0-9_]{0,99}$"), AfterValidator(_free_name)]
 SecretValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]+$", max_length=30_000)]
 """Of an environment variable, which cannot hold the character 0."""
@@ -277,6 +278,8 @@ class Me(Answer):
     scopes: list[Scope]
     operator: bool
     """Whether this is the token of the data directory, which may make orgs."""
+    signing_key: str = ""
+    """The public key of the server's provenance of environments: `tandem login` keeps it."""
 
 
 class UsageInfo(Answer):

@@ -12,10 +12,12 @@ from pydantic import Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
 from tandem.spec.data import beside
+from tandem.spec.package_names import is_package
 
 PROMPTS, MIX = "prompts", "mix"
 """The environment whose parameters name files: data and reward functions; and the one made of several."""
 _LABEL = re.compile(r"[^A-Za-z0-9_-]+")
+_WORKERS = 8  # of a package, where nothing says how many episodes a step has
 _PATHS = ("path", "eval_path", "name")
 
 
@@ -66,7 +68,8 @@ class EnvironmentSpec(Spec):
     name: Annotated[str, LocalPath("file:Class")] = Field(min_length=1)
     """prompts: your own data set and reward functions (docs/your_data.md); arithmetic, sort or guess; your own:
     package.module:Class, or a file (path/to/env.py:Class), which is looked for beside the spec's file first; or
-    another library's: gsm8k, math, reasoning_gym:ID, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md)."""
+    another library's: gsm8k, math, reasoning_gym:ID, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md); or a
+    package of your control server's index: ORG/NAME==VERSION (docs/packages.md), which plays in a sandbox."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment's class; unknown ones are refused."""
     episode_timeout_s: float = Field(default=60.0, gt=0)
@@ -92,8 +95,28 @@ class EnvironmentSpec(Spec):
     """Files and directories that the sandbox may read, besides the interpreter, packages and the environment's own."""
     sandbox_write: Annotated[tuple[str, ...], Field(strict=False), LocalPath("always")] = ()
     """Files and directories that the sandbox may read and write; all workers share them."""
+    pins: Annotated[str, LocalPath("always")] = ""
+    """Directory of the packages that another run kept, RUN/environment: play those very wheels, and ask no index."""
     judge: JudgeSpec = NoJudge()
     """The model that `chat.judge(messages)` asks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _packages_have_a_sandbox(cls, tables: Any) -> Any:
+        if not isinstance(tables, dict):
+            return tables
+        written = dict(cast("dict[str, Any]", tables))
+        names = packages_in(written.get("name"), written.get("params"))
+        if names:
+            written.setdefault("workers", _WORKERS)
+        if names and written.setdefault("sandbox", "bwrap") == "off":
+            raise ValueError(
+                f"environment.sandbox = 'off': '{names[0]}' is a package, whose code plays in a sandbox only; leave "
+                "sandbox out"
+            )
+        if not names and written.get("pins"):
+            raise ValueError(f"environment.pins = '{written['pins']}': '{written.get('name')}' is no package")
+        return written
 
     @model_validator(mode="after")
     def _sandbox_can_be(self) -> Self:
@@ -136,6 +159,16 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(list(cast("tuple[str, ...]", value))) if isinstance(value, tuple) else repr(value)
+
+
+def packages_in(name: object, params: object) -> list[str]:
+    """Return the packages that an environment's table names, also as the parts of a mix."""
+    if name == MIX and isinstance(params, Mapping):
+        parts = cast("Mapping[str, Any]", params).get("parts")
+        tables = cast("list[Any]", parts) if isinstance(parts, list | tuple) else []
+        named = [cast("Mapping[str, Any]", part).get("name") for part in tables if isinstance(part, Mapping)]
+        return [found for each in named for found in packages_in(each, None)]
+    return [name] if isinstance(name, str) and is_package(name) else []
 
 
 def files_in(name: str, params: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from tandem.spec.base import LocalPath, Spec
 from tandem.spec.checkpoint import CheckpointSpec
 from tandem.spec.data import Demonstrations, RecordedData, with_kind
 from tandem.spec.engine import EngineSpec, HfEngineSpec
-from tandem.spec.environment import EnvironmentSpec, mixed, only_scores
+from tandem.spec.environment import EnvironmentSpec, mixed, only_scores, packages_in
 from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
@@ -228,13 +228,15 @@ class RlSpec(_RunSpecBase):
 
 
 def _workers_left_out(tables: dict[str, Any]) -> dict[str, Any]:
-    """Set the workers of environments that only score, so that a slow or crashing score cannot hurt the trainer."""
+    """Set the workers of environments that only score, so that a slow or crashing score cannot hurt the trainer; and of
+    packages, which play in workers only."""
     if not all(isinstance(tables.get(name), dict) for name in ("environment", "train")):
         return tables
     environment: dict[str, Any] = tables["environment"]
     train: dict[str, Any] = tables["train"]
     groups, size = train.get("groups_per_step"), train.get("group_size")
-    if "workers" in environment or not only_scores(environment.get("name"), environment.get("params")):
+    named = environment.get("name"), environment.get("params")
+    if "workers" in environment or not (only_scores(*named) or packages_in(*named)):
         return tables
     if not isinstance(groups, int) or not isinstance(size, int):
         return tables  # refused later

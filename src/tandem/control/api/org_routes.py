@@ -54,7 +54,8 @@ class OrgRoutes:
     async def me(self, request: Request) -> Response:
         """Say who the caller is, and what it may do."""
         caller = caller_of(request)
-        return answer(await self.plane.store.read(lambda session: queries.me(session, caller)))
+        told = await self.plane.store.read(lambda session: queries.me(session, caller))
+        return answer(told.model_copy(update={"signing_key": self.plane.shelf.signer.public}))
 
     @speaks(OrgBody, key="required", status=201, answer=OrgInfo)
     async def make_org(self, request: Request) -> Response:

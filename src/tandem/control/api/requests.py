@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +21,7 @@ from tandem.control.audit import AuditLog
 from tandem.control.callers import AgentCaller, Caller, Callers
 from tandem.control.mirror import Mirror
 from tandem.control.once import once
+from tandem.control.packages import Shelf
 from tandem.control.rates import RateLimit
 from tandem.control.replicas import Replicas
 from tandem.control.sealing import MasterKeys
@@ -33,6 +36,7 @@ from tandem.shapes.runs import RunInfo, TargetInfo
 from tandem.spec.load import plain_message
 
 _CALLER = "tandem.caller"
+_INDEX = re.compile(r"(/api/attempts/[^/]*)?/simple/")
 
 Body = TypeVar("Body", bound=Asked)
 
@@ -60,6 +64,10 @@ class Plane:
     """Plans a spec for what a target offers."""
     wake: Callable[[], None]
     """Called when a run has changed, so that the loop looks at once."""
+    shelf: Shelf
+    """The files of packages of environments."""
+    release: str = ""
+    """This Tandem's version."""
     replicas: Replicas = field(default_factory=Replicas)
     """Where the replicas of deployments answer."""
 
@@ -72,6 +80,8 @@ class Plane:
 def authenticate(callers: Callers, rate: RateLimit, authorization: str, scope: Scope) -> None:
     """Put the caller into the request's scope; 401 if it is not known, 429 if it sends too much. Agents and keys have
     paths of their own. The operator may send as much as it likes."""
+    if _INDEX.match(scope["path"]):
+        authorization = _as_bearer(authorization)
     caller = callers.find(authorization)
     of_agents = scope["path"].startswith("/api/attempts/")
     if caller is None or isinstance(caller, AgentCaller) is not of_agents:
@@ -86,6 +96,17 @@ def authenticate(callers: Callers, rate: RateLimit, authorization: str, scope: S
                 retry_after_s=wait_s,
             )  # fmt: skip
     scope[_CALLER] = caller
+
+
+def _as_bearer(authorization: str) -> str:
+    """Return the header of a key that pip or uv sent as the password of basic authentication."""
+    scheme, _, told = authorization.partition(" ")
+    if scheme != "Basic":
+        return authorization
+    try:
+        return f"Bearer {base64.b64decode(told, validate=True).decode('ascii').partition(':')[2]}"
+    except ValueError:
+        return ""
 
 
 def caller_of(request: Request, scope_name: str = "") -> Caller:

@@ -16,6 +16,7 @@ from tandem.control import audit
 from tandem.control.api.agent_routes import AgentRoutes
 from tandem.control.api.deployment_routes import DeploymentRoutes
 from tandem.control.api.org_routes import OrgRoutes
+from tandem.control.api.package_routes import PackageRoutes
 from tandem.control.api.requests import Plane, authenticate
 from tandem.control.api.run_routes import READ_BYTES, RunRoutes
 from tandem.control.api.secret_routes import SecretRoutes
@@ -62,7 +63,7 @@ def control_service(
     runs, agents, views = RunRoutes(plane), AgentRoutes(plane), view_routes(plane)
     router = APIRouter()
     deployments = DeploymentRoutes(plane)
-    for each in (runs, agents, deployments, OrgRoutes(plane), SecretRoutes(plane), views):
+    for each in (runs, agents, deployments, OrgRoutes(plane), SecretRoutes(plane), PackageRoutes(plane), views):
         router.include_router(each.router)
     tasks: list[asyncio.Task[None]] = []
 

@@ -19,12 +19,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from tandem.env.expected import Expected
+from tandem.env.installed import InstalledPackages
 from tandem.env.sandbox import outside
 from tandem.env.sandbox.outside import Sandbox
 from tandem.env.worker_messages import FROM_LOADER, Demonstrated, LoadedMessage, RefusedMessage, Tasks
 from tandem.errors import EnvironmentFailed, SpecError
 from tandem.io import json_frames, leash
-from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.environment import EnvironmentSpec, packages_in
 from tandem.types import Message, Task
 
 T = TypeVar("T")
@@ -53,14 +54,20 @@ class Order:
     """Names of more environment variables to pass on."""
     sandbox: Sandbox | None = None
     """What its sandbox opens; None: it has none."""
+    installed: InstalledPackages | None = None
+    """The packages that `name` and `params` name; they play in a sandbox only."""
 
     @classmethod
-    def of(cls, spec: EnvironmentSpec) -> Order:
+    def of(cls, spec: EnvironmentSpec, installed: InstalledPackages | None = None) -> Order:
+        """SpecError if it names packages that are not installed, or has no sandbox for them."""
         each_episode = spec.sandbox_each == "episode"
-        opened = Sandbox(spec.sandbox_network, spec.sandbox_read, spec.sandbox_write, each_episode)
+        if (names := packages_in(spec.name, spec.params)) and (installed is None or spec.sandbox != "bwrap"):
+            raise SpecError(f"environment.name = '{names[0]}': is a package; it plays in the sandbox of a run only")
+        read = spec.sandbox_read if installed is None else (*spec.sandbox_read, str(installed.site))
+        opened = Sandbox(spec.sandbox_network, read, spec.sandbox_write, each_episode)
         return cls(
             spec.name, spec.params, spec.episode_timeout_s, memory_bytes=int(spec.worker_memory_gib * 2**30),
-            pass_env=spec.pass_env, sandbox=opened if spec.sandbox == "bwrap" else None,
+            pass_env=spec.pass_env, sandbox=opened if spec.sandbox == "bwrap" else None, installed=installed,
         )  # fmt: skip
 
 
@@ -160,8 +167,12 @@ class ForkServerClient:
     def _load(self) -> LoadedMessage:
         self.control.settimeout(self._order.load_timeout_s)
         order = self._order
+        name, params, path = order.name, dict(order.params), [path or os.getcwd() for path in sys.path]
+        if order.installed is not None:  # its modules come first: another of the same name is not what was pinned
+            name, params = order.installed.loaded_as(name, params)
+            path.insert(0, str(order.installed.site))
         message = {
-            "name": order.name, "params": dict(order.params), "path": [path or os.getcwd() for path in sys.path],
+            "name": name, "params": params, "path": path,
             "episode_timeout_s": order.episode_timeout_s, "memory_bytes": order.memory_bytes, "sandbox": None,
         }  # fmt: skip
         if order.sandbox is not None:
