@@ -15,6 +15,7 @@ from tandem.env.outcome_check import checked
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.io.tool_calls import parse_calls
 from tandem.spec.load import load_spec
+from tandem.spec.package_names import is_package
 from tandem.types import Message, Outcome, ToolCall
 
 
@@ -67,7 +68,7 @@ def _of_spec(path: str | Path, changes: Mapping[str, Any]) -> tuple[str, dict[st
     environment = getattr(load_spec(path), "environment", None)
     if environment is None:
         raise SpecError(f"{path}: has no [environment] to play; name a spec of recipe = 'rl', or an environment")
-    if environment.sandbox != "off":
+    if environment.sandbox != "off" and not is_package(environment.name):  # those are refused when they are loaded
         raise SpecError(
             f"environment.sandbox = '{environment.sandbox}': an environment is tried in this process, outside of it; "
             f"if you trust it, name it instead of the spec: `tandem env try {environment.name}`"
