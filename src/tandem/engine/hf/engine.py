@@ -342,9 +342,7 @@ class EmbeddedEngine:
                 return
 
     @torch.inference_mode()
-    def _forward(
-        self, wave: list[QueuedRequest]
-    ) -> tuple[int, list[int], list[float], Mapping[int, Alternatives]]:
+    def _forward(self, wave: list[QueuedRequest]) -> tuple[int, list[int], list[float], Mapping[int, Alternatives]]:
         """Run one iteration. Return the first row with a new token, the ids and logprobs from that row on, and the
         likeliest tokens of the rows whose requests ask for them."""
         if wave:
@@ -428,9 +426,7 @@ class EmbeddedEngine:
         positions_S += 1
         return self._head.logits(hidden_S1H[:, 0])
 
-    def _deliver(
-        self, first: int, ids: list[int], logprobs: list[float], ranked: Mapping[int, Alternatives]
-    ) -> None:
+    def _deliver(self, first: int, ids: list[int], logprobs: list[float], ranked: Mapping[int, Alternatives]) -> None:
         ended: list[int] = []
         for offset, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             request = self._running[first + offset]

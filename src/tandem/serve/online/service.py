@@ -64,8 +64,9 @@ from tandem.serve.online.train_requests import (
     lesson_of_session,
 )
 from tandem.serve.openai.feedback_route import feedback_router
-from tandem.serve.openai.requests import ChatRequest, CompletionRequest, Strict, checked, read, read_if_any
+from tandem.serve.openai.requests import ChatRequest, CompletionRequest, checked, read, read_if_any
 from tandem.serve.openai.routes import OpenAi, Stateless
+from tandem.serve.openai.strict import Strict
 
 _LESSON_S = 120.0  # a job may have a million tokens
 _MOST, _NO_BOUND = 1000, 10**18 - 1
