@@ -21,7 +21,7 @@ from tandem.errors import EngineError
 from tandem.protocols import OnToken
 from tandem.serve.http.run import Listen, Server
 from tandem.serve.http.service import create_app
-from tandem.serve.openai.routes import openai_service
+from tandem.serve.openai.service import openai_service
 from tandem.text.renderer import Renderer
 from tandem.types import Completion, Sampling, Span
 

@@ -42,6 +42,7 @@ from tandem.serve.openai.choices import OpenedSamples
 from tandem.serve.openai.generate_route import Generate
 from tandem.serve.openai.requests import checked, read, read_if_any
 from tandem.serve.openai.routes import SESSION_HEADER, ChatRenderer, OpenAi, Sampler, Tools, encoded
+from tandem.serve.openai.service import openai_router
 from tandem.serve.openai.strict import Strict
 from tandem.types import MAX_NUMBER, Message
 
@@ -77,7 +78,7 @@ def gateway_service(
     api = _GatewayApi(sessions, store, _Delivery(sessions, store, deliver, openai.books.registry))
     router = APIRouter()
     for prefix in ("", "/sessions/{session}"):
-        router.include_router(openai.router(f"{prefix}/v1"))
+        router.include_router(openai_router(openai, f"{prefix}/v1"))
         router.include_router(Generate(openai).router(prefix))
     router.add_api_route("/sessions", api.open, methods=["POST"])
     router.add_api_route("/sessions", api.list, methods=["GET"])

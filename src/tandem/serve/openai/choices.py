@@ -126,6 +126,7 @@ class ChoiceDelta:
 class Choice:
     def __init__(self, index: int, renderer: Speech, job: SampleJob, *, parts_thoughts: bool) -> None:
         self.version, self.num_tokens = -1, 0
+        self.finish_reason = ""
         self._place, self._sampling = job.opened.places[index], job.sampling
         self._end_ids, self._offsets_wanted = renderer.end_ids.union(job.sampling.stop_ids), job.logprobs
         self._text = TextStream(renderer.decode, job.sampling.stop)
@@ -160,7 +161,8 @@ class Choice:
         self._tell(self._text.close(), last=True)
         reason = "stop" if self._text.stopped else completion.finish_reason
         text, thought, calls = self._told
-        self.piece.finish_reason = "tool_calls" if calls and reason == "stop" else reason
+        self.finish_reason = "tool_calls" if calls and reason == "stop" else reason
+        self.piece.finish_reason = self.finish_reason
         self.piece.spans = completion.spans
         self.told = message("".join(text), "".join(thought), calls)
         self._place.keep(completion, self.told, self._sampling)

@@ -33,7 +33,7 @@ from tandem.serve.http.request_bounds import (
     MAX_TOOLS_BYTES,
     MAX_VALUES,
 )
-from tandem.serve.http.service import Service, aside, let_go, unless_gone
+from tandem.serve.http.service import aside, let_go, unless_gone
 from tandem.serve.openai.answer_format import grammar_of
 from tandem.serve.openai.choices import (
     CHAT,
@@ -47,7 +47,6 @@ from tandem.serve.openai.choices import (
     prompt_logprob,
     usage,
 )
-from tandem.serve.openai.feedback_route import feedback_router
 from tandem.serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -146,26 +145,6 @@ async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: 
     return await aside(request)(encode)
 
 
-def openai_service(
-    engine: Sampler, renderer: ChatRenderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096,
-    chats: ChatStore | None = None,
-) -> Service:  # fmt: skip
-    """Build the routes. `context`: most tokens of prompt and completion together. `num_ids`: size of the vocabulary.
-    `max_requests`: most samples at a time. `chats`: keeps chats for feedback."""
-    renderer = renderer.within(context)
-    api = OpenAi(engine, renderer, Stateless(renderer), model_id, context, num_ids, max_requests, chats=chats)
-    router = APIRouter()
-    router.include_router(api.router("/v1"))
-    router.include_router(feedback_router(chats))
-
-    async def close() -> None:
-        await engine.close()
-        if chats is not None:
-            chats.close()
-
-    return Service("tandem serve", router, api.limits, api.books.registry, close)
-
-
 class _Books:
     def __init__(self, engine: Sampler) -> None:
         self.registry = registry = CollectorRegistry()
@@ -228,12 +207,12 @@ class OpenAi:
         given = await read(request, conversation)
         return await self._answer(request, await self.chat_job(request, given), CHAT)
 
-    async def chat_job(self, request: Request, given: TemplateInput) -> SampleJob:
-        """Return what to sample for a chat. RequestRefused if it cannot be answered."""
+    async def chat_job(self, request: Request, given: TemplateInput, *, keep: bool = True) -> SampleJob:
+        """Return what to sample for a chat. RequestRefused if it cannot be answered. `keep`: for feedback."""
         asked = given.asked
         self._check_model(asked.model)
         self._check_store(asked, self.chats)
-        renderer = self._renderer_for(asked)
+        renderer = self.renderer_for(asked)
         one_call = not asked.parallel_tool_calls
         grammar = grammar_of(
             asked.response_format.schema_of_answer if asked.response_format is not None else None,
@@ -250,7 +229,7 @@ class OpenAi:
         shape = job.sampling.shape if grammar is None else replace(job.sampling.shape, grammar=grammar)
         sampling = replace(job.sampling, shape=shape, top_logprobs=asked.top_logprobs)
         job = replace(job, sampling=sampling, one_call=one_call, speech=renderer)
-        if self.chats is not None and asked.store is not False:
+        if self.chats is not None and keep and asked.store is not False:
             job = replace(job, messages=given.messages, tools=bool(given.tools))
         await self.check(request, job, "messages")
         return job
@@ -281,7 +260,7 @@ class OpenAi:
 
     # --- from a request to a job
 
-    async def opened(self, named: str, opening: Awaitable[OpenedSamples]) -> OpenedSamples:
+    async def opened(self, named: str, opening: Awaitable[T]) -> T:
         """Await the opening of a request's samples. `named`: the request's field with the prompts."""
         try:
             return await opening
@@ -324,7 +303,7 @@ class OpenAi:
         if why := await aside(request)(why_not_sampled, self.engine, sampling):
             raise RequestRefused(422, why, field=why.partition(":")[0])
 
-    def _renderer_for(self, asked: ChatRequest) -> ChatRenderer:
+    def renderer_for(self, asked: ChatRequest) -> ChatRenderer:
         """Return the renderer with the request's options for the chat template."""
         options = dict(asked.chat_template_kwargs)
         field = "chat_template_kwargs" if options else "reasoning_effort"
@@ -398,10 +377,10 @@ class OpenAi:
 
     async def whole(self, request: Request, job: SampleJob, *, parts_thoughts: bool) -> list[Choice]:
         """Return all choices once they are complete."""
-        choices = self._choices(job, parts_thoughts)
+        choices = self.choices(job, parts_thoughts=parts_thoughts)
 
         async def play() -> None:
-            async for _ in self._play(job, choices):
+            async for _ in self.play(job, choices):
                 pass
             if job.prompt_logprobs:
                 for number, prompt in enumerate(job.prompts):
@@ -419,7 +398,7 @@ class OpenAi:
         return [None, *(prompt_logprob(self.renderer, *each) for each in zip(prompt[1:], found, strict=True))]
 
     async def _chunks(self, job: SampleJob, layout: ResponseLayout) -> AsyncIterator[str]:
-        choices = self._choices(job, layout.parts_thoughts)
+        choices = self.choices(job, parts_thoughts=layout.parts_thoughts)
         head = self._head(job, layout, layout.chunk_object, self.engine.version)
         extra: dict[str, Any] = {"usage": None} if job.include_usage else {}
         first: dict[str, Any] = {"prompt_token_ids": job.prompt_token_ids} if job.token_ids else {}
@@ -433,7 +412,7 @@ class OpenAi:
             yield chunk(choice)
         unfinished = len(choices)
         try:
-            async for choice in self._play(job, choices):
+            async for choice in self.play(job, choices):
                 head["weight_version"] = choice.version
                 unfinished -= choice.piece.finish_reason is not None
                 if not unfinished:  # before the last chunk: a client may hang up after it
@@ -457,7 +436,7 @@ class OpenAi:
             self.books.not_kept.inc()
             _log.error("chat %s is not kept: %s", id, error)
 
-    async def _play(self, job: SampleJob, choices: list[Choice]) -> AsyncIterator[Choice]:
+    async def play(self, job: SampleJob, choices: list[Choice]) -> AsyncIterator[Choice]:
         """Sample all choices at once; yield a choice whenever it has new text and when it is complete."""
         news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         tasks: list[asyncio.Task[Completion]] = []
@@ -489,7 +468,7 @@ class OpenAi:
                 self.books.sampled_tokens.inc(sum(choice.num_tokens for choice in choices))
                 self.books.cancelled.inc(sum(task.cancel() for task in tasks))
 
-    def _choices(self, job: SampleJob, parts_thoughts: bool) -> list[Choice]:
+    def choices(self, job: SampleJob, *, parts_thoughts: bool) -> list[Choice]:
         places = range(len(job.opened.places))
         speech = job.speech or self.renderer
         return [Choice(index, speech, job, parts_thoughts=parts_thoughts) for index in places]
