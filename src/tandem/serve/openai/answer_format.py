@@ -104,7 +104,26 @@ def grammar_of(
 
 
 def _as_json(schema: Mapping[str, Any], field: str) -> str:
-    written = json.dumps({**schema, "x-guidance": _WRITTEN})
+    written = json.dumps({**_closed(schema), "x-guidance": _WRITTEN})
     if len(written) > MAX_TOOLS_BYTES:
         raise RequestRefused(422, f"a schema may have at most {MAX_TOOLS_BYTES} bytes; send a smaller one", field=field)
     return f"%json {written}"
+
+
+def _closed(schema: Any) -> Any:
+    """Return the schema with objects that have only the properties it names, unless it says otherwise: a model would
+    add others without end. The parts of `allOf` stay open, because each names only some of the properties."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = {name: value if name in _DATA else _closed(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not schema.keys() & _OPENERS:
+        told["additionalProperties"] = False
+    return told
+
+
+_DATA = frozenset({"allOf", "const", "default", "enum", "examples"})
+_OPENERS = frozenset(
+    {"additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties", "$ref"}
+)
