@@ -117,12 +117,18 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    told = {name: value if name in _DATA else _closed(value) for name, value in schema.items()}
+    told = dict[str, Any]()
+    for name, value in schema.items():
+        if name in _MAPS and isinstance(value, dict):
+            told[name] = {key: _closed(each) for key, each in value.items()}
+        else:
+            told[name] = value if name in _DATA else _closed(value)
     if isinstance(schema.get("properties"), dict) and not schema.keys() & _OPENERS:
         told["additionalProperties"] = False
     return told
 
 
+_MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 _DATA = frozenset({"allOf", "const", "default", "enum", "examples"})
 _OPENERS = frozenset(
     {"additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties", "$ref"}
