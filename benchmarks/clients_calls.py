@@ -19,6 +19,7 @@ from typing import Any, Literal
 import instructor
 import litellm
 import openai
+from instructor.core.exceptions import InstructorRetryException
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
@@ -539,7 +540,11 @@ def _() -> None:
 @call("langchain", "with_structured_output, json_mode", "response_format")
 def _() -> None:
     kind = chain(max_tokens=64).with_structured_output(Sum, method="json_mode", include_raw=True)
-    assert kind.invoke("Hello, in JSON")["raw"].content.startswith("{")
+    try:
+        said = kind.invoke("Hello, in JSON")["raw"].content
+    except openai.LengthFinishReasonError as error:  # what a small model says has no end
+        said = error.completion.choices[0].message.content
+    assert said.startswith("{")
 
 
 @call("langchain", "use_responses_api")
@@ -577,9 +582,7 @@ def _() -> None:
 def _() -> None:
     try:
         instructed(instructor.Mode.JSON)
-    except (
-        instructor.core.InstructorRetryException
-    ) as error:  # any JSON object is right: only the prompt has the schema
+    except InstructorRetryException as error:  # any JSON object is right: only the prompt has the schema
         if error.last_completion is None:
             raise
         choice = error.last_completion.choices[0]
@@ -634,8 +637,8 @@ def outcome(names: str, made: Callable[[], Any]) -> str:
         made()
     except Exception as error:  # noqa: BLE001 - whatever the client shows is what is judged
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        # Server: "Error code: 4.."; litellm and instructor wrap that.
-        refused = re.search(r"\b4\d\d\b", said) and any(word in said for word in names.split())
+        is_4xx = re.search(r"\b4\d\d\b|BadRequest|NotFound", said)  # litellm says no number
+        refused = is_4xx and any(word in said for word in names.split())
         shown = re.search(r"'message': (['\"])(.+?)\1, '", said)
         return f"refused: {shown.group(2) if shown else said}"[:150] if refused else f"BROKEN: {said}"[:300]
     return "works"
