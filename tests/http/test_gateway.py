@@ -205,3 +205,18 @@ def test_content_in_parts_and_thoughts_left_out_are_the_same_history(renderer: R
         assert gateway.check(session) == [["0-1-2", "3"]]
         row = gateway.delivered(session)[0]
         assert row["thinking_tokens"] == sum(turn["thought"][0] for turn in turns[:3])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"response_format": {"type": "json_object"}}, {"logit_bias": {"5": 1}}, {"min_p": 0.5},
+        {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"},
+    ],
+)  # fmt: skip
+def test_a_gateway_records_no_answer_that_a_trainer_could_not_follow(gateway: Gateway, options: Any) -> None:
+    (name,) = options
+    refused = gateway.post("/v1/chat/completions", {"model": MODEL, "messages": [user("hi")]} | options)
+    told = refused.json()["error"]
+    assert (refused.status_code, told["param"]) == (400, name)
+    assert "record" in told["message"]

@@ -357,4 +357,4 @@ def _as_refused(error: ValidationError, within: str) -> RequestRefused:
     if first["type"] == "extra_forbidden":
         message = f"'{field}' is not supported by this service, or not with this value; leave it out"
     # Validators over several fields have no location; their text begins with the field's name.
-    return RequestRefused(422, message, field=field or message.split()[0])
+    return RequestRefused(422, message, field=field or message.split()[0].rstrip(":"))

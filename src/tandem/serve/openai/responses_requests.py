@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -116,14 +118,25 @@ def as_chat(data: Any) -> tuple[ResponsesRequest, TemplateInput]:
         "tool_choice": _choice(asked.tool_choice), "parallel_tool_calls": asked.parallel_tool_calls,
         "user": asked.user, "safety_identifier": asked.safety_identifier,
     }  # fmt: skip
-    try:
+    with named_as_here():
         return asked, conversation(chat)
+
+
+_NAMES = {
+    "messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort",
+    "max_tokens": "max_output_tokens",
+}  # fmt: skip
+
+
+@contextmanager
+def named_as_here() -> Generator[None]:
+    """Refuse a chat by the names that its fields have here."""
+    try:
+        yield
     except RequestRefused as refused:
-        refused.field = _NAMES.get(refused.field, refused.field.replace("messages", "input"))
+        name = refused.field.partition(".")[0]
+        refused.field = _NAMES.get(name, refused.field)
         raise
-
-
-_NAMES = {"response_format": "text.format", "reasoning_effort": "reasoning.effort", "max_tokens": "max_output_tokens"}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.refusals import RequestRefused, as_refused
 from tandem.serve.openai.choices import CHAT, Choice, ChoiceDelta, SampleJob, usage
 from tandem.serve.openai.requests import read
-from tandem.serve.openai.responses_requests import ResponsesRequest, as_chat
+from tandem.serve.openai.responses_requests import ResponsesRequest, as_chat, named_as_here
 from tandem.serve.openai.routes import OpenAi
 from tandem.serve.openai.text_stream import TokenNames
 
@@ -40,7 +40,8 @@ class Responses:
     @speaks(ResponsesRequest, answers=(JSON, EVENTS))
     async def respond(self, request: Request) -> Response:
         asked, given = await read(request, as_chat)
-        job = await self.api.chat_job(request, given, keep=False)
+        with named_as_here():
+            job = await self.api.chat_job(request, given, keep=False)
         turn = Turn(asked, job, self.api.model_id, job.speech or self.api.renderer)
         if asked.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | self.api.headers(job)
