@@ -82,9 +82,12 @@ def test_an_answer_that_may_call_only_once_ends_after_its_first_call(scripted: S
     scripted.engine.script = f"So: {one}{one} Done."
     short = {"type": "function", "function": {"name": "move"}}
     for parallel, calls, said in ((True, 2, "So:Done."), (False, 1, "So:")):
-        (choice,) = chat(scripted, tools=[short], parallel_tool_calls=parallel).choices
+        told = chat(scripted, tools=[short], parallel_tool_calls=parallel)
+        (choice,) = told.choices
         assert (len(choice.message.tool_calls), choice.finish_reason) == (calls, "tool_calls")
         assert choice.message.content == said
+        ends_early = told.usage.completion_tokens == len(scripted.renderer.encode(f"So: {one}"))
+        assert ends_early is not parallel
 
 
 def test_ranked_tokens_are_the_same_in_a_stream_and_in_a_completion(roomy: Served) -> None:

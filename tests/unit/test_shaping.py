@@ -72,7 +72,7 @@ def test_a_wrong_grammar_is_refused_by_its_field_before_anything_is_sampled():
 def test_without_llguidance_the_refusal_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     (error,) = sampled(Sampling(5, shape=JSON))
-    assert "pip install 'tandem-rl[grammar]'" in str(error)
+    assert "pip install llguidance" in str(error)
 
 
 class Scripted:

@@ -13,7 +13,7 @@ from tandem.errors import MissingExtra, SamplingRefused
 from tandem.text.renderer import Renderer
 from tandem.types import Grammar
 
-INSTALL = "pip install 'tandem-rl[grammar]'"
+INSTALL = "pip install llguidance"
 _KEPT = 32  # compiled grammars
 _TAIL = 32  # last ids in which the text that ends the free part is looked for
 
