@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_served import Gateway, gateway_serving
+from gateway_served import Gateway, Says, gateway_serving
 from served import MODEL
 
 from tandem.text.renderer import Renderer
@@ -220,3 +220,20 @@ def test_a_gateway_records_no_answer_that_a_trainer_could_not_follow(gateway: Ga
     told = refused.json()["error"]
     assert (refused.status_code, told["param"]) == (400, name)
     assert "record" in told["message"]
+
+
+def test_responses_of_one_conversation_are_turns_of_one_branch(renderer: Renderer, tmp_path: Path) -> None:
+    """The client sends its items back as they came: a text, a call, and then the call's answer."""
+    tools: Any = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
+    says = Says(renderer, 'So. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    with gateway_serving(says, renderer, tmp_path) as gateway:
+        session = gateway.open()
+        with gateway.openai(session) as client:
+            first = client.responses.create(model=MODEL, input="1 + 1", tools=tools)
+            called: Any = first.output[-1]
+            answer = {"type": "function_call_output", "call_id": called.call_id, "output": "2"}
+            items: Any = [{"role": "user", "content": "1 + 1"}, *first.output, answer]
+            client.responses.create(model=MODEL, input=items, tools=tools)
+        first_turn, second = gateway.shown(session)["turns"]
+        assert (first_turn["parent"], second["parent"]) == (None, first_turn["id"])
+        assert gateway.check(session) == [["0-1"]]
