@@ -62,11 +62,12 @@ def test_rows_with_a_grammar_follow_it_and_the_rows_beside_them_are_as_they_were
 
 
 def test_a_wrong_grammar_is_refused_by_its_field_before_anything_is_sampled():
-    wrong = Shape(grammar=Grammar("response_format", 'start: %json {"type": "objec"}'))
-    (error,) = sampled(Sampling(5, shape=wrong))
-    assert isinstance(error, SamplingRefused)
-    assert str(error).startswith("response_format: ")
-    assert "objec" in str(error)
+    for schema, why in (('{"type": "objec"}', "objec"), ('{"not": {}}', "not"), ('{"$ref": "#"}', "response_format")):
+        wrong = Shape(grammar=Grammar("response_format", f"start: %json {schema}"))
+        (error,) = sampled(Sampling(5, shape=wrong))
+        assert isinstance(error, SamplingRefused)
+        assert str(error).startswith("response_format: ")
+        assert why in str(error)
 
 
 def test_without_llguidance_the_refusal_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):

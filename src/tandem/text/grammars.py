@@ -5,6 +5,7 @@ A matcher follows one answer. It is asked with the answer's ids so far, so it ca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -43,9 +44,12 @@ class Grammars:
         from llguidance import LLMatcher
 
         found = LLMatcher(tokenizer, lark, log_level=0)
-        if found.is_error():
-            raise SamplingRefused(found.get_error().strip().splitlines()[0][:500])
-        return found
+        begun = found.deep_copy()
+        if not begun.is_error():
+            begun.compute_bitmask()  # finds what can only be seen while it is followed
+        if not begun.is_error():
+            return found
+        raise SamplingRefused(f"the schema cannot be followed: {_reason(begun.get_error())}")
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -83,4 +87,13 @@ class Matcher:
         self._read = len(ids)
         if self._free:
             return None
-        return b"" if self._state.is_error() else self._state.compute_bitmask()
+        bits = self._state.compute_bitmask()
+        return b"" if self._state.is_error() else bits
+
+
+def _reason(error: str) -> str:
+    """Return llguidance's reason without the grammar and the state that it shows."""
+    said = re.sub(
+        r"^at \d+\(\d+\): failed to compile JSON schema: |\s+\d+ \| .*|\s+<state>.*", "", error.strip(), flags=re.S
+    )
+    return "no answer can" if said == "NoExtensionBias" else " ".join(said.split())[:300]
