@@ -74,7 +74,7 @@ class Others:
         else:
             chat = {"model": self.api.model_id, **asked.model_dump(exclude_unset=True, include=_OF_A_CHAT)}
             given = conversation(chat)
-            renderer = self.api.renderer_for(given.asked)
+            renderer = await self.api.renderer_for(request, given.asked)
             ids = await self.api.opened("messages", aside(request)(renderer.prompt, given.messages, given.tools))
         names = [renderer.token_text(token_id) for token_id in ids] if asked.return_token_strs else None
         told = {"count": len(ids), "max_model_len": self.api.context, "tokens": ids, "token_strs": names}

@@ -212,7 +212,7 @@ class OpenAi:
         asked = given.asked
         self._check_model(asked.model)
         self._check_store(asked, self.chats)
-        renderer = self.renderer_for(asked)
+        renderer = await self.renderer_for(request, asked)
         one_call = not asked.parallel_tool_calls
         grammar = grammar_of(
             asked.response_format.schema_of_answer if asked.response_format is not None else None,
@@ -303,7 +303,7 @@ class OpenAi:
         if why := await aside(request)(why_not_sampled, self.engine, sampling):
             raise RequestRefused(422, why, field=why.partition(":")[0])
 
-    def renderer_for(self, asked: ChatRequest) -> ChatRenderer:
+    async def renderer_for(self, request: Request, asked: ChatRequest) -> ChatRenderer:
         """Return the renderer with the request's options for the chat template."""
         options = dict(asked.chat_template_kwargs)
         field = "chat_template_kwargs" if options else "reasoning_effort"
@@ -315,7 +315,7 @@ class OpenAi:
             if self.conversations.records:
                 text = f"{field}: this service records conversations, whose turns are all written with one template"
                 raise RequestRefused(422, text, field=field)
-            return self.renderer.with_options(options)
+            return await aside(request)(self.renderer.with_options, options)  # on a thread: a template may loop
         except TemplateError as error:
             raise RequestRefused(422, str(error), field=field) from error
 
