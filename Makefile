@@ -123,7 +123,7 @@ run-kills: install
 planted-bugs: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_bugs.py --jobs 2
 
-# 86 calls of openai, litellm, langchain-openai and instructor, in an environment of their own, to a random model; two
+# 89 calls of openai, litellm, langchain-openai and instructor, in an environment of their own, to a random model; two
 # minutes. Exit code 1 if one neither works nor is refused in words.
 clients: install
 	$(BIN)/python benchmarks/clients.py

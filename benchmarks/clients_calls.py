@@ -19,7 +19,7 @@ from typing import Any, Literal
 import instructor
 import litellm
 import openai
-from instructor.core.exceptions import InstructorRetryException
+from instructor.core.exceptions import IncompleteOutputException, InstructorRetryException
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
@@ -573,6 +573,26 @@ def _() -> None:
     assert isinstance(instructed(instructor.Mode.TOOLS), Sum)
 
 
+@call("instructor", "TOOLS_STRICT", "tools")
+def _() -> None:
+    assert isinstance(instructed(instructor.Mode.TOOLS_STRICT), Sum)
+
+
+@call("instructor", "RESPONSES_TOOLS", "tools")
+def _() -> None:
+    asked = instructor.from_openai(client, mode=instructor.Mode.RESPONSES_TOOLS)
+    told = asked.responses.create(model=MODEL, input="Hello", response_model=Sum, max_retries=0, max_output_tokens=300)
+    assert isinstance(told, Sum)
+
+
+@call("instructor", "create_partial, a stream", "response_format")
+def _() -> None:
+    asked = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+    options = {"model": MODEL, "messages": SAY, "max_tokens": 300}
+    *_, last = asked.chat.completions.create_partial(response_model=Sum, **options)
+    assert last.sign in ("plus", "minus")
+
+
 @call("instructor", "JSON_SCHEMA", "response_format")
 def _() -> None:
     assert isinstance(instructed(instructor.Mode.JSON_SCHEMA), Sum)
@@ -582,7 +602,10 @@ def _() -> None:
 def _() -> None:
     try:
         instructed(instructor.Mode.JSON)
-    except InstructorRetryException as error:  # any JSON object is right: only the prompt has the schema
+    except (
+        InstructorRetryException,
+        IncompleteOutputException,
+    ) as error:  # any JSON object is right: only the prompt has the schema
         if error.last_completion is None:
             raise
         choice = error.last_completion.choices[0]
