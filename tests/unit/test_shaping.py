@@ -150,6 +150,16 @@ def test_penalties_biases_and_min_p_are_vllm_s():
     assert logits.tolist() == [2.0, -1.0, 0.5, 1.0, -3.0], "the model's logits stay"
 
 
+def test_penalties_follow_an_answer_that_grows_and_begins_again():
+    shape = Shape(frequency_penalty=1.0, repetition_penalty=2.0)
+    shaper, logits = Shaper(Sampling(shape=shape), [3], None), torch.full((4,), 4.0)
+    assert shaper.shaped(logits, []).tolist() == [4.0, 4.0, 4.0, 2.0]
+    assert shaper.shaped(logits, [0]).tolist() == [1.0, 4.0, 4.0, 2.0]
+    assert shaper.shaped(logits, [0, 0, 1]).tolist() == [0.0, 1.0, 4.0, 2.0]
+    shaper.reset()
+    assert shaper.shaped(logits, [2]).tolist() == [4.0, 4.0, 1.0, 2.0]
+
+
 def test_the_likeliest_tokens_come_with_every_token():
     greedy, drawn = sampled(Sampling(5, temperature=0.0, top_logprobs=3), Sampling(5, seed=1, top_logprobs=2))
     assert isinstance(greedy, Completion)

@@ -31,10 +31,14 @@ class Shaper:
         )  # fmt: skip
         self.is_stuck = False
         """Whether the grammar allows no token, so that the request must end."""
+        self._counts_V: Tensor | None = None
+        """How often the answer has each token, up to `_counted` tokens of it."""
+        self._counted = 0
+        self._in_prompt_V: Tensor | None = None
 
     def reset(self) -> None:
         """The answer begins again."""
-        self.is_stuck = False
+        self.is_stuck, self._counts_V, self._counted = False, None, 0
         if self._matcher is not None:
             self._matcher.reset()
 
@@ -54,18 +58,29 @@ class Shaper:
                 torch.tensor(values, device=logits_V.device, dtype=logits_V.dtype),
             )  # fmt: skip
         if shape.repetition_penalty != 1.0:
-            seen_V = _counts(logits_V, [*self._prompt, *ids]) > 0
+            if self._in_prompt_V is None:
+                self._in_prompt_V = _occurrences(logits_V, self._prompt) > 0
+            seen_V = self._in_prompt_V | (self._counts(logits_V, ids) > 0)
             penalised_V = torch.where(
                 logits_V > 0, logits_V / shape.repetition_penalty, logits_V * shape.repetition_penalty
             )
             logits_V = torch.where(seen_V, penalised_V, logits_V)
         if shape.frequency_penalty or shape.presence_penalty:
-            counts_V = _counts(logits_V, ids)
+            counts_V = self._counts(logits_V, ids)
             logits_V = logits_V - shape.frequency_penalty * counts_V - shape.presence_penalty * (counts_V > 0)
         if shape.min_p > 0 and self._temperature > 0:  # a greedy answer takes the likeliest anyway
             least = logits_V.max() + self._temperature * math.log(shape.min_p)
             logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
         return logits_V
+
+    def _counts(self, logits_V: Tensor, ids: Sequence[int]) -> Tensor:
+        """Return how often each token is in the answer; only new tokens are counted."""
+        if self._counts_V is None:
+            self._counts_V = _occurrences(logits_V, ids)
+        elif self._counted < len(ids):
+            self._counts_V = self._counts_V + _occurrences(logits_V, ids[self._counted :])
+        self._counted = len(ids)
+        return self._counts_V
 
 
 def likeliest(logprobs_V: Tensor, count: int) -> Alternatives:
@@ -74,8 +89,8 @@ def likeliest(logprobs_V: Tensor, count: int) -> Alternatives:
     return list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
 
 
-def _counts(logits_V: Tensor, ids: Sequence[int]) -> Tensor:
-    """Return how often each token occurs in `ids`."""
+def _occurrences(logits_V: Tensor, ids: Sequence[int]) -> Tensor:
+    """Return how often each token is in `ids`."""
     counted = torch.tensor(ids, dtype=torch.long, device=logits_V.device)
     return torch.bincount(counted, minlength=logits_V.shape[-1])
 
