@@ -132,6 +132,20 @@ def _not_almost_zero(temperature: float) -> float:
     return temperature
 
 
+# What to send in place of options that clients know.
+_INSTEAD = {
+    "audio": "this service makes text only",
+    "best_of": "send n, and choose",
+    "echo": "put the prompt before the answer",
+    "function_call": "send tool_choice",
+    "functions": "send tools",
+    "modalities": "this service makes text only",
+    "prediction": "leave it out: it changes no answer",
+    "service_tier": "there is one tier: leave it out",
+    "suffix": "this service only continues texts",
+    "web_search_options": "this service has no tools of its own: send functions as tools",
+}
+
 TokenId: TypeAlias = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 """A token id as a key of a JSON object."""
 
@@ -355,6 +369,7 @@ def _as_refused(error: ValidationError, within: str) -> RequestRefused:
     message = first["msg"].removeprefix("Value error, ")
     field = ".".join(str(part) for part in (*filter(None, [within]), *first["loc"]))
     if first["type"] == "extra_forbidden":
-        message = f"'{field}' is not supported by this service, or not with this value; leave it out"
+        instead = _INSTEAD.get(field, "leave it out")
+        message = f"'{field}' is not supported by this service, or not with this value; {instead}"
     # Validators over several fields have no location; their text begins with the field's name.
     return RequestRefused(422, message, field=field or message.split()[0].rstrip(":"))
