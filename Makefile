@@ -8,7 +8,7 @@ ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
 REAL := .tandem/real
 
-.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-real test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-real test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -122,6 +122,11 @@ run-kills: install
 # one survives. `--only NAME` takes a few.
 planted-bugs: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planted_bugs.py --jobs 2
+
+# 89 calls of openai, litellm, langchain-openai and instructor, in an environment of their own, to a random model; two
+# minutes. Exit code 1 if one neither works nor is refused in words.
+clients: install
+	$(BIN)/python benchmarks/clients.py
 
 # Runs of two ranks under 40 kills and stops, each resumed to the same bytes; about forty minutes. Exit code 1 if one
 # ends without a name, late, or with a process left.

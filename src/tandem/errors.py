@@ -51,6 +51,7 @@ TandemError
 ├── ProcessEnded           one process of a run ended, so the others were ended too
 ├── TemplateError          a chat template cannot be used token by token      (exit 2; also ValueError)
 ├── TextTooLong            a text has more tokens than the model's context    (also ValueError)
+├── SamplingRefused        an engine cannot sample so; names the option       (also ValueError)
 └── RunError               a run directory is not usable for the command      (exit 2)
     ├── RunOwned           another process works on it                        (exit 2)
     └── RunFenced          another process took it over; this one must not write any more
@@ -250,6 +251,10 @@ class TemplateError(TandemError, ValueError):
 
 class TextTooLong(TandemError, ValueError):
     """A text has more tokens than the model's context."""
+
+
+class SamplingRefused(TandemError, ValueError):
+    """An engine cannot sample as a request asks. The text begins with the option's name."""
 
 
 class RunError(TandemError):

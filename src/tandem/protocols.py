@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tandem.types import (
+    Alternatives,
     Batch,
     Completion,
     Fingerprints,
@@ -159,6 +160,7 @@ class EndingCallback(Protocol):
 
 Credit = list[list[float]]                                # of one group: per trajectory, per trained token
 OnToken = Callable[[int, float, int], None]               # token id, logprob, version; called on the event loop
+OnRanked = Callable[[int, float, int, Alternatives], None]   # the same of a request that asks for `top_logprobs`
 
 
 class Engine(Protocol):
@@ -191,6 +193,20 @@ class ScoringEngine(Protocol):
     """An engine that gives logprobs of tokens that it did not sample."""
 
     async def score(self, ids: Sequence[int]) -> list[float]: ...   # of ids[1:], at temperature 1
+
+
+@runtime_checkable
+class ShapingEngine(Protocol):
+    """An engine that has some of the options of `Sampling.extras`."""
+
+    def why_not(self, sampling: Sampling) -> str: ...     # why it cannot sample so; empty if it can. May take seconds
+
+
+def why_not_sampled(engine: object, sampling: Sampling) -> str:
+    """Return why an engine cannot sample so; empty if it can. The text begins with the option's name."""
+    if isinstance(engine, ShapingEngine) or not sampling.extras:
+        return engine.why_not(sampling) if isinstance(engine, ShapingEngine) else ""
+    return f"{sampling.extras[0]}: this engine does not have it; `tandem serve` does"
 
 
 @runtime_checkable

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -63,6 +63,49 @@ Wish: TypeAlias = Literal["", "follow", "pin", "restart"]
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion must be."""
+
+    field: str
+    """The field of the request that asks for it, for errors."""
+    lark: str
+    """The grammar in llguidance's form of Lark."""
+    json_schema: str = ""
+    """The same as a JSON schema, for engines that take only that; empty if it is more than that."""
+    after: str = ""
+    """The completion is free up to this text, such as the end of a thought."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What changes the model's logits before temperature, top-k and top-p do, as vLLM does it. A trainer computes
+    logprobs without it, so completions with a shape are not trained on."""
+
+    min_p: float = 0.0
+    """Drops tokens whose probability is less than this share of the most likely token's."""
+    repetition_penalty: float = 1.0
+    """Of tokens of the prompt and the answer: divides positive logits, multiplies negative ones."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that the answer has the token."""
+    presence_penalty: float = 0.0
+    """Subtracted once if the answer has the token."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, with what is added to their logits."""
+    grammar: Grammar | None = None
+
+    @property
+    def engaged(self) -> tuple[str, ...]:
+        """The request fields that change something."""
+        named = tuple(each.name for each in fields(self) if each.name != "grammar")
+        own = tuple(name for name in named if getattr(self, name) != getattr(PLAIN, name))
+        return own if self.grammar is None else (*own, self.grammar.field)
+
+
+PLAIN = Shape()
+"""Changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How to sample one completion."""
 
@@ -84,6 +127,14 @@ class Sampling:
     """Before all that wait, and beside one more than may run: a trainer stands still until it is answered."""
     share: str = ""
     """Requests of one share take turns with those of others, however many each has. Empty: one share like any other."""
+    shape: Shape = PLAIN
+    top_logprobs: int = 0
+    """Also return so many of the likeliest tokens at each place."""
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The request fields that only some engines have."""
+        return (*self.shape.engaged, *(("top_logprobs",) if self.top_logprobs else ()))
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -97,6 +148,10 @@ class Span:
     count: int
 
 
+Alternatives: TypeAlias = Sequence[tuple[int, float]]
+"""The likeliest tokens at one place with their logprobs, likeliest first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """Sampled tokens, the one that ended it included; logprobs are under the distribution they were drawn from."""
@@ -105,6 +160,8 @@ class Completion:
     logprobs: list[float]
     spans: list[Span]
     finish_reason: FinishReason
+    alternatives: list[Alternatives] = field(default_factory=list[Alternatives])
+    """At each place; empty unless the request asks for `top_logprobs`."""
 
     @property
     def versions(self) -> list[int]:

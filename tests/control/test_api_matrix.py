@@ -41,6 +41,8 @@ BODIES: dict[str, Any] = {
     "/api/packages/{id}/yank": {"version": "1.0"},
     "/v1/chat/completions": {"model": "hidden-name", "messages": []},
     "/v1/completions": {"model": "hidden-name", "prompt": "p"},
+    "/v1/responses": {"model": "hidden-name", "input": "p"},
+    "/v1/embeddings": {"model": "hidden-name", "input": "p"},
     "/api/attempts/{id}/claim": {"instance": "thief"},
     "/api/attempts/{id}/append": {"instance": "thief", "pieces": [piece("log.txt", 1, 0, b"x")]},
     "/api/attempts/{id}/end": {"instance": "thief", "state": "failed"},
@@ -52,7 +54,7 @@ ANOTHERS_NAME = {("post", "/api/packages")}
 """The name begins with another org's."""
 WITHOUT_KEY = {"/health", "/openapi.json", *page_paths()}
 OF_TWO_RUNS = {"/api/views/compare"}
-NAMED_IN_BODY = {"/api/deployments", "/v1/chat/completions", "/v1/completions"}
+NAMED_IN_BODY = {"/api/deployments", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"}
 OPERATORS = {("post", "/api/orgs"), ("get", "/metrics")}
 
 

@@ -9,6 +9,7 @@ from served import ScriptedEngine, Served, serving, wait_until
 
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.model.presets import make_model
+from tandem.text.grammars import Grammars
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 
@@ -24,7 +25,12 @@ def make_engine(renderer: Renderer) -> Any:
 
     def make() -> EmbeddedEngine:
         engine = EmbeddedEngine(
-            module, num_ids=len(renderer.tokenizer), end_ids=renderer.end_ids, decode=renderer.decode, inline=False
+            module,
+            num_ids=len(renderer.tokenizer),
+            end_ids=renderer.end_ids,
+            decode=renderer.decode,
+            inline=False,
+            grammars=Grammars(renderer, len(renderer.tokenizer)),
         )
         engine.version = 7
         return engine

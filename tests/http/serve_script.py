@@ -7,7 +7,7 @@ from served import MODEL, ScriptedEngine
 
 from tandem.serve.http.run import Listen, serve_forever
 from tandem.serve.http.service import create_app
-from tandem.serve.openai.routes import openai_service
+from tandem.serve.openai.service import openai_service
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 

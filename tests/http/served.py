@@ -21,7 +21,7 @@ from tandem.errors import EngineError
 from tandem.protocols import OnToken
 from tandem.serve.http.run import Listen, Server
 from tandem.serve.http.service import create_app
-from tandem.serve.openai.routes import openai_service
+from tandem.serve.openai.service import openai_service
 from tandem.text.renderer import Renderer
 from tandem.types import Completion, Sampling, Span
 
@@ -53,7 +53,8 @@ class Served:
 def serving(engine: Any, renderer: Renderer, data_dir: Path, **options: Any) -> Iterator[Served]:
     listen = Listen(data_dir)
     num_ids = len(renderer.tokenizer)
-    service = openai_service(engine, renderer, model_id=MODEL, context=CONTEXT, num_ids=num_ids, **options)
+    given = {"model_id": MODEL, "context": CONTEXT, "num_ids": num_ids} | options
+    service = openai_service(engine, renderer, **given)
     app = create_app(service, token=listen.token(), hosts=listen.hosts, body_bytes=2**20)
     server = Server(app, listen, tell=lambda _: None)
     thread = threading.Thread(target=server.run)

@@ -33,7 +33,7 @@ from tandem.serve.http.service import Service, create_app
 from tandem.serve.online.keys import KeyRing, Keys
 from tandem.serve.online.past_versions import PastVersions
 from tandem.serve.online.service import online_service
-from tandem.serve.openai.routes import openai_service
+from tandem.serve.openai.service import openai_service
 from tandem.serve.rollouts.service import rollouts_service
 from tandem.spec.online import parse_online_spec
 from tandem.text.renderer import Renderer

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_served import Gateway, gateway_serving
+from gateway_served import Gateway, Says, gateway_serving
 from served import MODEL
 
 from tandem.text.renderer import Renderer
@@ -205,3 +205,35 @@ def test_content_in_parts_and_thoughts_left_out_are_the_same_history(renderer: R
         assert gateway.check(session) == [["0-1-2", "3"]]
         row = gateway.delivered(session)[0]
         assert row["thinking_tokens"] == sum(turn["thought"][0] for turn in turns[:3])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"response_format": {"type": "json_object"}}, {"logit_bias": {"5": 1}}, {"min_p": 0.5},
+        {"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "high"},
+    ],
+)  # fmt: skip
+def test_a_gateway_records_no_answer_that_a_trainer_could_not_follow(gateway: Gateway, options: Any) -> None:
+    (name,) = options
+    refused = gateway.post("/v1/chat/completions", {"model": MODEL, "messages": [user("hi")]} | options)
+    told = refused.json()["error"]
+    assert (refused.status_code, told["param"]) == (400, name)
+    assert "record" in told["message"]
+
+
+def test_responses_of_one_conversation_are_turns_of_one_branch(renderer: Renderer, tmp_path: Path) -> None:
+    """The client sends its items back as they came: a text, a call, and then the call's answer."""
+    tools: Any = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
+    says = Says(renderer, 'So. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    with gateway_serving(says, renderer, tmp_path) as gateway:
+        session = gateway.open()
+        with gateway.openai(session) as client:
+            first = client.responses.create(model=MODEL, input="1 + 1", tools=tools)
+            called: Any = first.output[-1]
+            answer = {"type": "function_call_output", "call_id": called.call_id, "output": "2"}
+            items: Any = [{"role": "user", "content": "1 + 1"}, *first.output, answer]
+            client.responses.create(model=MODEL, input=items, tools=tools)
+        first_turn, second = gateway.shown(session)["turns"]
+        assert (first_turn["parent"], second["parent"]) == (None, first_turn["id"])
+        assert gateway.check(session) == [["0-1"]]

@@ -51,13 +51,16 @@ def embedded(spec: HfEngineSpec, model: BuiltModel, *, inline: bool) -> Engine:
     """Build the embedded engine, in this process and on the trainer's module."""
     from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.engine.pool import EnginePool
+    from tandem.text.grammars import Grammars
 
+    grammars = Grammars(model.renderer, model.num_ids)
     engines = [
         EmbeddedEngine(
             model.policy.module,
             num_ids=model.num_ids,
             end_ids=model.renderer.end_ids,
             decode=model.renderer.decode,
+            grammars=grammars,
             max_running=spec.max_running,
             max_context=model.context,
             kv_gib=spec.kv_gib / spec.replicas,
@@ -89,12 +92,14 @@ def embedded_ahead() -> None:
 def embedded_of(spec: ServerEngineSpec, model: BuiltModel) -> Alone:
     """Build the embedded engine of a loaded model."""
     from tandem.engine.hf.engine import EmbeddedEngine
+    from tandem.text.grammars import Grammars
 
     engine = EmbeddedEngine(
         model.policy.module,
         num_ids=model.num_ids,
         end_ids=model.renderer.end_ids,
         decode=model.renderer.decode,
+        grammars=Grammars(model.renderer, model.num_ids),
         max_running=spec.max_running,
         max_context=model.context,
         kv_gib=spec.kv_gib,

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from tandem.errors import EngineError, EngineLost, EngineSilent, SyncError
 from tandem.ops.forwarding_source import Relay
-from tandem.protocols import Engine, FindableEngine, OnToken, StartingEngine, WeightSource
+from tandem.protocols import Engine, FindableEngine, OnToken, StartingEngine, WeightSource, why_not_sampled
 from tandem.types import Completion, Sampling, Served, Weights
 
 _log = logging.getLogger(__name__)
@@ -102,6 +102,10 @@ class EnginePool:
                 why = str(error)
                 self._leave_out(member, life, error)
         raise EngineLost(f"pool: {MOST_ASKED} engines were lost while they answered this request; the last: {why}")
+
+    def why_not(self, sampling: Sampling) -> str:
+        """Return why one of the engines cannot sample so; empty if all can."""
+        return next(filter(None, (why_not_sampled(member.engine, sampling) for member in self._members)), "")
 
     async def generate_each(self, prompt_ids: Sequence[int], sampling: Sampling) -> dict[str, Completion]:
         """Sample a completion from each engine that serves now; by engine name."""

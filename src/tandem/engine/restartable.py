@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tandem.errors import EngineLost, TandemError
-from tandem.protocols import DigestedEngine, OnToken, WeightSource
+from tandem.protocols import DigestedEngine, OnToken, WeightSource, why_not_sampled
 from tandem.types import Completion, Fingerprints, Sampling, Served
 
 _log = logging.getLogger(__name__)
@@ -71,6 +71,9 @@ class RestartableEngine:
         if self._is_new:
             raise EngineLost("engine: it was lost and is restarting; no version is loaded yet")
         return await self._now.generate(prompt_ids, sampling, session=session, on_token=on_token)
+
+    def why_not(self, sampling: Sampling) -> str:
+        return why_not_sampled(self._now, sampling)
 
     async def attach(self, source: WeightSource) -> None:
         await self._now.attach(source)

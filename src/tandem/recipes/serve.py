@@ -38,7 +38,7 @@ def serve_model(
     take thumbs for its id. `step`: the checkpoint of a run to serve; its files are checked by its seal before and after
     they are loaded. `name`: to serve it under; default: the directory's."""
     from tandem.serve.http.service import create_app
-    from tandem.serve.openai.routes import openai_service
+    from tandem.serve.openai.service import openai_service
 
     path, found_name, version = find_model(source) if step is None else find_step(Path(source), step)
     token = listen.token()  # before the model is loaded, so that a wrong data directory is reported at once

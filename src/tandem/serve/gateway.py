@@ -40,8 +40,10 @@ from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.service import Service, aside, body_at_hand
 from tandem.serve.openai.choices import OpenedSamples
 from tandem.serve.openai.generate_route import Generate
-from tandem.serve.openai.requests import Strict, checked, read, read_if_any
+from tandem.serve.openai.requests import checked, read, read_if_any
 from tandem.serve.openai.routes import SESSION_HEADER, ChatRenderer, OpenAi, Sampler, Tools, encoded
+from tandem.serve.openai.service import openai_router
+from tandem.serve.openai.strict import Strict
 from tandem.types import MAX_NUMBER, Message
 
 _log = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ def gateway_service(
     api = _GatewayApi(sessions, store, _Delivery(sessions, store, deliver, openai.books.registry))
     router = APIRouter()
     for prefix in ("", "/sessions/{session}"):
-        router.include_router(openai.router(f"{prefix}/v1"))
+        router.include_router(openai_router(openai, f"{prefix}/v1"))
         router.include_router(Generate(openai).router(prefix))
     router.add_api_route("/sessions", api.open, methods=["POST"])
     router.add_api_route("/sessions", api.list, methods=["GET"])
@@ -118,7 +120,11 @@ class Recorded:
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
 
-    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> OpenedSamples:
+    records = True
+
+    async def chat(
+        self, request: Request, messages: Sequence[Message], tools: Tools, n: int, renderer: ChatRenderer
+    ) -> OpenedSamples:
         point = await aside(request)(self.sessions.chat(self._named(request), messages, tools))
         return self._opened([point.session], self.sessions.samples(point, n))
 

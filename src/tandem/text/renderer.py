@@ -7,6 +7,7 @@ old thoughts, and tokenizers merge tokens across boundaries.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -23,6 +24,12 @@ from tandem.types import Message, Thought, ToolCall
 
 _SENTINEL = "Q7sentinelQ7"
 _PIECE_CHARS = 2**16
+_OWN_NAMES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+    | {"chat_template", "conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"}
+    | {"return_dict", "return_assistant_tokens_mask", "continue_final_message", "tokenizer_kwargs", "self"}
+)
+"""Names of `apply_chat_template`, and what it gives to the template itself."""
 
 Tools = Sequence[Mapping[str, Any]]
 """The tools of a conversation, as JSON schemas: `{"type": "function", "function": {"name", "parameters", ...}}`."""
@@ -32,6 +39,7 @@ class Renderer:
     def __init__(self, tokenizer: Any, *, thinking: bool = False) -> None:
         self.tokenizer = tokenizer
         self.thinking = thinking
+        self._options: Mapping[str, Any] = {}
         self._most_tokens, self._longest_token = 0, max(map(len, tokenizer.get_vocab()))
         closing = self.encode(self._after_assistant([], opens_next=False))
         special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
@@ -50,7 +58,7 @@ class Renderer:
         self.never_ends: frozenset[int] = frozenset(inside)
         """Special tokens that the template writes within a prompt, so that they do not end an answer."""
         self.end_ids: frozenset[int] = frozenset({self.end_id, tokenizer.eos_token_id} - {None})
-        self._opens_thought = self._render([{"role": "user", "content": "."}], True).rstrip().endswith(THINK)
+        self._opens_thought = self._begins_thought()
         mark = self.encode(END_THINK)
         self._end_think_id = mark[0] if len(mark) == 1 else None
         if thinking and END_THINK not in self.decode(mark):
@@ -69,6 +77,28 @@ class Renderer:
         bounded = copy(self)
         bounded._most_tokens = context
         return bounded
+
+    def with_options(self, options: Mapping[str, Any]) -> Renderer:
+        """Return the same renderer with options for the template. TemplateError if the template does not use one."""
+        template = str(self.tokenizer.chat_template)
+        for name in options:
+            if name in _OWN_NAMES or not re.search(rf"\b{re.escape(name)}\b", template):
+                raise TemplateError(f"chat_template_kwargs: the model's chat template has no option '{name}'")
+        told = copy(self)
+        told._options = {**self._options, **options}
+        told._opens_thought = told._begins_thought()
+        return told
+
+    def options_of_effort(self, effort: str) -> Mapping[str, Any]:
+        """Return the template's options for OpenAI's `reasoning_effort`. TemplateError if it has none for it."""
+        template, thinks = str(self.tokenizer.chat_template), effort not in ("none", "minimal")
+        values = {"reasoning_effort": effort, "enable_thinking": thinks}
+        options = {name: value for name, value in values.items() if re.search(rf"\b{name}\b", template)}
+        if thinks and not options:
+            raise TemplateError(
+                f"reasoning_effort = '{effort}': the model's chat template knows no reasoning; leave it out"
+            )
+        return options
 
     # --- text to ids
 
@@ -179,6 +209,14 @@ class Renderer:
         """Return a splitter of thoughts and answer for one streamed turn."""
         return ThoughtStream(opened=self._opens_thought)
 
+    @property
+    def end_of_thought(self) -> str:
+        """The text that ends the thought which a prompt has begun; empty if prompts begin none."""
+        return END_THINK if self._opens_thought else ""
+
+    def _begins_thought(self) -> bool:
+        return self._render([{"role": "user", "content": "."}], True).rstrip().endswith(THINK)
+
     def _answer(self, text: str, stop: Sequence[str]) -> str:
         text = cut_at_stop(text, stop)
         if self._has_thought(text):
@@ -229,7 +267,7 @@ class Renderer:
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                enable_thinking=self.thinking,
+                **{"enable_thinking": self.thinking, **self._options},
             )
         except Exception as error:
             roles = ", ".join(str(message.get("role")) for message in messages)

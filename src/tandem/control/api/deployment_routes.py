@@ -48,6 +48,8 @@ class DeploymentRoutes:
         add("/v1/models", self.models, methods=["GET"])
         add("/v1/chat/completions", self.chat, methods=["POST"])
         add("/v1/completions", self.complete, methods=["POST"])
+        add("/v1/responses", self.respond, methods=["POST"])
+        add("/v1/embeddings", self.embed, methods=["POST"])
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -156,6 +158,16 @@ class DeploymentRoutes:
     async def complete(self, request: Request) -> Response:
         """Ask a deployment, as OpenAI's completions."""
         return await self._pass_on(request, "/v1/completions")
+
+    @speaks(dict[str, Any], answers=(JSON, EVENTS), scope="chat")
+    async def respond(self, request: Request) -> Response:
+        """Ask a deployment, as OpenAI's responses."""
+        return await self._pass_on(request, "/v1/responses")
+
+    @speaks(dict[str, Any], scope="chat")
+    async def embed(self, request: Request) -> Response:
+        """Refused by the replica, in words."""
+        return await self._pass_on(request, "/v1/embeddings")
 
     async def _pass_on(self, request: Request, path: str) -> Response:
         caller = caller_of(request, "chat")

@@ -15,9 +15,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import cast
 
-from tandem.protocols import OnToken
-from tandem.types import Completion, FinishReason, Sampling, Span
+from tandem.engine.hf.shaping import Shaper
+from tandem.errors import SamplingRefused
+from tandem.protocols import OnRanked, OnToken
+from tandem.types import Alternatives, Completion, FinishReason, Sampling, Span
 
 _PATIENCE = 4  # iterations that a request waits for others to share its prefill
 
@@ -33,6 +36,8 @@ class QueuedRequest:
     logprobs: list[float] = field(default_factory=list)
     spans: list[list[int]] = field(default_factory=list)
     """[version, tokens], oldest first."""
+    shaper: Shaper | None = None
+    alternatives: list[Alternatives] = field(default_factory=list)
     place: int = 0
     """Place in the queue; the lowest is first."""
 
@@ -40,24 +45,36 @@ class QueuedRequest:
     def final_length(self) -> int:
         return len(self.prompt) + self.sampling.max_tokens
 
-    def add(self, token_id: int, logprob: float, version: int) -> None:
+    def add(self, token_id: int, logprob: float, version: int, ranked: Alternatives | None = None) -> None:
         self.ids.append(token_id)
         self.logprobs.append(logprob)
         if self.spans and self.spans[-1][0] == version:
             self.spans[-1][1] += 1
         else:
             self.spans.append([version, 1])
-        if self.on_token is not None:
+        if ranked is not None:
+            self.alternatives.append(ranked)
+            if self.on_token is not None:
+                cast("OnRanked", self.on_token)(token_id, logprob, version, ranked)
+        elif self.on_token is not None:
             self.on_token(token_id, logprob, version)
 
     def begin_again(self) -> None:
         """Forget the sampled tokens; a caller that streams gets the new tokens after the old ones."""
-        self.ids, self.logprobs, self.spans = [], [], []
+        self.ids, self.logprobs, self.spans, self.alternatives = [], [], [], []
+        if self.shaper is not None:
+            self.shaper.reset()
+
+    def refuse(self, why: str) -> None:
+        """End the request alone: its grammar cannot go on."""
+        if not self.answer.done():
+            grammar = self.sampling.shape.grammar
+            self.answer.set_exception(SamplingRefused(f"{grammar.field if grammar else 'grammar'}: {why}"))
 
     def finish(self, reason: FinishReason) -> None:
         if not self.answer.done():
             spans = [Span(version, count) for version, count in self.spans]
-            self.answer.set_result(Completion(self.ids, self.logprobs, spans, reason))
+            self.answer.set_result(Completion(self.ids, self.logprobs, spans, reason, self.alternatives))
 
 
 class AdmissionQueue:

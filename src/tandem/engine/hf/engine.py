@@ -23,10 +23,11 @@ from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.kv_cache import KvCache
-from tandem.engine.hf.sampler import Settings, draw
+from tandem.engine.hf.sampler import Settings, distribution, draw_from
+from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
 from tandem.engine.hf.shared_copy import twin
 from tandem.engine.hf.staged_weights import StagedWeights
-from tandem.errors import EngineError, SyncError
+from tandem.errors import EngineError, SamplingRefused, SyncError
 from tandem.ops import attention_masks, digest
 from tandem.ops.byte_sizes import position_bytes
 from tandem.ops.device_names import device_name
@@ -34,7 +35,7 @@ from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import OnToken, WeightSource
-from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served
+from tandem.types import Alternatives, Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +61,11 @@ class EmbeddedEngine:
         kv_gib: float = 4.0,
         inline: bool = True,
         on_update: OnUpdate = "continue",
+        grammars: GrammarCompiler | None = None,
         is_twin: bool = False,
     ) -> None:
-        """`is_twin`: the module is a copy of one that was checked already."""
+        """`grammars`: for requests with a grammar; None refuses them. `is_twin`: the module is a copy of one that was
+        checked already."""
         attention_masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
@@ -75,9 +78,9 @@ class EmbeddedEngine:
         self._twins: dict[EmbeddedEngine, asyncio.Task[None]] = {}
         self._make_twin = partial(
             EmbeddedEngine, num_ids=num_ids, end_ids=end_ids, decode=decode, max_running=max_running,
-            max_context=max_context, kv_gib=kv_gib, inline=inline, is_twin=True,
+            max_context=max_context, kv_gib=kv_gib, inline=inline, grammars=grammars, is_twin=True,
         )  # fmt: skip
-        self._end_ids, self._decode, self._inline = end_ids, decode, inline
+        self._end_ids, self._decode, self._inline, self._grammars = end_ids, decode, inline, grammars
         self._device = next(module.parameters()).device
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -130,9 +133,27 @@ class EmbeddedEngine:
             raise EngineError(f"engine: it has stopped: {self._why}")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
-        self._waiting.add(QueuedRequest(list(prompt_ids), sampling, stop_ids, answer, on_token))
+        shaper = self._shaper(prompt_ids, sampling)
+        self._waiting.add(QueuedRequest(list(prompt_ids), sampling, stop_ids, answer, on_token, shaper=shaper))
         self._work.set()
         return await answer  # if it is cancelled, the row is freed before the next iteration
+
+    def _shaper(self, prompt_ids: Sequence[int], sampling: Sampling) -> Shaper | None:
+        if not sampling.shape.engaged:
+            return None
+        if why := self.why_not(sampling):
+            raise SamplingRefused(why)
+        grammar = sampling.shape.grammar
+        matcher = self._grammars.matcher(grammar) if grammar is not None and self._grammars is not None else None
+        return Shaper(sampling, prompt_ids, matcher)
+
+    def why_not(self, sampling: Sampling) -> str:
+        """Return why it cannot sample so; empty if it can. Compiles the grammar, and keeps it."""
+        grammar = sampling.shape.grammar
+        if grammar is None:
+            return ""
+        why = "this engine has no grammars" if self._grammars is None else self._grammars.why_not(grammar)
+        return why and f"{grammar.field}: {why}"
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         self._refuse_what_does_not_fit(ids, Sampling(max_tokens=0))
@@ -321,8 +342,9 @@ class EmbeddedEngine:
                 return
 
     @torch.inference_mode()
-    def _forward(self, wave: list[QueuedRequest]) -> tuple[int, list[int], list[float]]:
-        """Run one iteration. Return the first row with a new token, and the ids and logprobs from that row on."""
+    def _forward(self, wave: list[QueuedRequest]) -> tuple[int, list[int], list[float], Mapping[int, Alternatives]]:
+        """Run one iteration. Return the first row with a new token, the ids and logprobs from that row on, and the
+        likeliest tokens of the rows whose requests ask for them."""
         if wave:
             first, logits_SV = len(self._running), self._prefill(wave)
             self._running.extend(wave)
@@ -330,10 +352,21 @@ class EmbeddedEngine:
         else:
             first, logits_SV = 0, self._decode_step()
         rows = slice(first, len(self._running))
-        ids_S, logprobs_S = draw(logits_SV, self._settings.rows(rows.start, rows.stop), self._drawn_S[rows])
+        for row, request in enumerate(self._running[rows]):
+            if request.shaper is not None:
+                logits_SV[row] = request.shaper.shaped(logits_SV[row], request.ids)
+        settings = self._settings.rows(rows.start, rows.stop)
+        logprobs_SV = distribution(logits_SV, settings)
+        ids_S = draw_from(logprobs_SV, logits_SV, settings, self._drawn_S[rows])
+        logprobs_S = logprobs_SV.gather(-1, ids_S[:, None]).squeeze(-1)
         self._last_S[rows] = ids_S
         self._drawn_S[rows] += 1
-        return first, ids_S.tolist(), logprobs_S.tolist()
+        ranked = {
+            first + row: likeliest(logprobs_SV[row], request.sampling.top_logprobs)
+            for row, request in enumerate(self._running[rows])
+            if request.sampling.top_logprobs
+        }
+        return first, ids_S.tolist(), logprobs_S.tolist(), ranked
 
     @torch.no_grad()
     def _score(self, ids: list[int]) -> list[float]:
@@ -393,14 +426,18 @@ class EmbeddedEngine:
         positions_S += 1
         return self._head.logits(hidden_S1H[:, 0])
 
-    def _deliver(self, first: int, ids: list[int], logprobs: list[float]) -> None:
+    def _deliver(self, first: int, ids: list[int], logprobs: list[float], ranked: Mapping[int, Alternatives]) -> None:
         ended: list[int] = []
         for offset, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             request = self._running[first + offset]
             if logprob != logprob or logprob == float("-inf"):
                 raise EngineError(f"the model's logits are not finite (version {self.version})")
+            if request.shaper is not None and request.shaper.is_stuck:
+                request.refuse(f"after {len(request.ids)} tokens no token of this model is allowed; change the schema")
+                ended.append(first + offset)
+                continue
             try:
-                request.add(token_id, logprob, self.version)
+                request.add(token_id, logprob, self.version, ranked.get(first + offset))
             except Exception as error:  # noqa: BLE001 - a caller's on_token: ends its own request, no other
                 if not request.answer.done():
                     request.answer.set_exception(error)

@@ -109,6 +109,8 @@ class RemoteEngine:
             raise EngineError(
                 f"engine: temperature = {sampling.temperature}: must be 0 (greedy) or at least {_LEAST_TEMPERATURE}"
             )
+        if sampling.extras:
+            raise EngineError(f"engine: {sampling.extras[0]}: a remote server is asked for plain samples only")
         await self._know_each_other(sampling)
         while True:
             model = self._serving

@@ -81,6 +81,9 @@ class Connection:
             raise EngineError(
                 f"engine: on_update = '{on_update}': {self.url} has one on_update setting for all requests"
             )
+        if sampling.extras:
+            raise EngineError(f"engine: {sampling.extras[0]}: {self.url} takes it on OpenAI's routes only")
+        del asked["shape"], asked["top_logprobs"]
         body = {
             "prompt_ids": list(prompt_ids),
             "sampling": asked,

@@ -20,13 +20,13 @@ from tandem.engine.http.server_sent_events import server_sent
 from tandem.engine.vllm.process import VllmProcess
 from tandem.engine.vllm.token_reader import TokenReader
 from tandem.engine.vllm.weight_update import WeightUpdate
-from tandem.errors import EngineError
+from tandem.errors import EngineError, SamplingRefused
 from tandem.io.engine_messages import decoded
 from tandem.ops.option_report import requested
 from tandem.ops.vllm_token_protocol import MARK, URGENT
 from tandem.protocols import OnToken, WeightSource
 from tandem.spec.bridges import traits_of
-from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Span
+from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Shape, Span
 
 _log = logging.getLogger(__name__)
 
@@ -64,9 +64,12 @@ class VllmEngine:
         session: str | None = None,
         on_token: OnToken | None = None,
     ) -> Completion:
+        if why := self.why_not(sampling):
+            raise SamplingRefused(why)
         await self._prepare()
         # Only vLLM's server knows when a stop string ends a completion, so such requests are streamed.
-        sampled = None if sampling.stop and on_token is not None else self._sampled
+        streamed = sampling.extras or (sampling.stop and on_token is not None)
+        sampled = None if streamed else self._sampled
         while True:
             async with self._exchange.admitted(may_be_held=sampled is not None):
                 if sampled is None:
@@ -75,6 +78,17 @@ class VllmEngine:
                     completion = await self._sample_whole(sampled, prompt_ids, sampling, on_token)
             if completion is not None:  # otherwise an update aborted the request, and it is repeated
                 return completion
+
+    def why_not(self, sampling: Sampling) -> str:
+        """Return why it cannot sample so; empty if it can. vLLM itself refuses a schema that it cannot follow."""
+        grammar = sampling.shape.grammar
+        if sampling.top_logprobs:
+            return "top_logprobs: tokens of vLLM come with the logprob of the sampled one alone"
+        if grammar is not None and not grammar.json_schema:
+            return f"{grammar.field}: vLLM takes JSON schemas only, and neither calls of tools nor their mixture"
+        if grammar is not None and grammar.after:
+            return f"{grammar.field}: with thoughts, vLLM would force the thought to follow it; switch them off"
+        return ""
 
     async def _prepare(self) -> None:
         """Prepare the workers before the first sample. vLLM's output matrix may have more rows than there are
@@ -158,6 +172,7 @@ class VllmEngine:
                 "logprobs": 0,
                 "detokenize": bool(sampling.stop),  # vLLM needs text only to find stop strings
                 "extra_args": {URGENT: True} if sampling.urgent else {},
+                **_shape(sampling.shape),
             },
         }
 
@@ -266,6 +281,21 @@ class VllmEngine:
         if self._sampled is not None:
             await self._sampled.close()
         await self._process.close()
+
+
+def _shape(shape: Shape) -> dict[str, Any]:
+    """Return vLLM's names of what changes something."""
+    if not shape.engaged:
+        return {}
+    named = {
+        "min_p": shape.min_p,
+        "repetition_penalty": shape.repetition_penalty,
+        "frequency_penalty": shape.frequency_penalty,
+        "presence_penalty": shape.presence_penalty,
+    }
+    bias = {"logit_bias": dict(shape.logit_bias)} if shape.logit_bias else {}
+    form = {"structured_outputs": {"json": shape.grammar.json_schema}} if shape.grammar is not None else {}
+    return {**named, **bias, **form}
 
 
 def _finish(reason: str, num_ids: int) -> FinishReason:

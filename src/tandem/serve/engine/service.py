@@ -30,7 +30,8 @@ from tandem.serve.http.openapi_document import LINES, speaks
 from tandem.serve.http.refusals import RequestRefused, as_refused, refusal
 from tandem.serve.http.service import HotRoute, Service, unless_gone
 from tandem.serve.openai.requests import parse
-from tandem.serve.openai.routes import ChatRenderer, openai_service
+from tandem.serve.openai.routes import ChatRenderer
+from tandem.serve.openai.service import openai_service
 from tandem.types import Completion, Sampling
 
 _LINES_PER_S = 500  # of all streams together; a line costs sender and receiver a third of a millisecond

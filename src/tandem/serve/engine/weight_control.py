@@ -24,7 +24,7 @@ from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout, Tande
 from tandem.io.engine_messages import FENCED
 from tandem.io.finish_anyway import to_its_end
 from tandem.io.process_identity import is_there
-from tandem.protocols import Engine, OnToken
+from tandem.protocols import Engine, OnToken, why_not_sampled
 from tandem.serve.engine.link_rules import Allowed
 from tandem.serve.http.refusals import RequestRefused
 from tandem.types import Completion, Fingerprints, Sampling, Served
@@ -98,6 +98,9 @@ class WeightControl:
     @property
     def version(self) -> int:
         return self._engine.version
+
+    def why_not(self, sampling: Sampling) -> str:
+        return why_not_sampled(self._engine, sampling)
 
     async def generate(
         self,

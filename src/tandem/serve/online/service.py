@@ -64,8 +64,10 @@ from tandem.serve.online.train_requests import (
     lesson_of_session,
 )
 from tandem.serve.openai.feedback_route import feedback_router
-from tandem.serve.openai.requests import ChatRequest, CompletionRequest, Strict, checked, read, read_if_any
+from tandem.serve.openai.requests import ChatRequest, CompletionRequest, checked, read, read_if_any
 from tandem.serve.openai.routes import OpenAi, Stateless
+from tandem.serve.openai.service import openai_router
+from tandem.serve.openai.strict import Strict
 
 _LESSON_S = 120.0  # a job may have a million tokens
 _MOST, _NO_BOUND = 1000, 10**18 - 1
@@ -100,7 +102,7 @@ def online_service(
                     chats=chats)  # fmt: skip
     api, router = _OnlineApi(conductor, SampleRequirements(renderer, context, num_ids), sessions), APIRouter()
     for prefix in ("/v1", "/sessions/{session}/v1"):
-        router.include_router(openai.router(prefix))
+        router.include_router(openai_router(openai, prefix))
     router.include_router(feedback_router(chats, partial(conductor.feedback, "thumb")))
 
     async def of_past(version: Number) -> OpenAi:

@@ -16,7 +16,7 @@ from tandem.online.self_distillation import ANSWERS, judge_messages, most_tokens
 from tandem.rollout.recorded_producer import record, record_pair
 from tandem.rollout.recorder import RecorderRenderer
 from tandem.serve.http.refusals import RequestRefused
-from tandem.serve.openai.requests import Strict
+from tandem.serve.openai.strict import Strict
 from tandem.spec.online import OnlineSpec, TeachSpec
 from tandem.spec.optim import ApolloSpec
 from tandem.types import NO_VERSION, Group, Trajectory

@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from tandem.io.tool_calls import END_TOOL_CALL
 from tandem.serve.openai.text_stream import TextStream, TokenNames, token_bytes
-from tandem.types import Completion, Message, Sampling, Span, ToolCall
+from tandem.types import Alternatives, Completion, Message, Sampling, Span, ToolCall
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -29,6 +30,8 @@ class Speech(TokenNames, Protocol):
 
     @property
     def end_ids(self) -> frozenset[int]: ...
+    @property
+    def end_of_thought(self) -> str: ...  # the text that ends a thought which the prompt has begun; or empty
     def thoughts(self) -> Thoughts: ...
     def call_stream(self) -> ToolCallReader: ...
 
@@ -74,6 +77,10 @@ class SampleJob:
     prompt_logprobs: bool = False
     calls: bool = False
     """Whether calls of tools are parsed."""
+    one_call: bool = False
+    """Whether an answer ends with its first call."""
+    speech: Speech | None = None
+    """Reads the answers, if the request has its own options for the chat template."""
     messages: Sequence[Message] = ()
     """The chat, if it is kept for feedback."""
     tools: bool = False
@@ -86,8 +93,11 @@ class SampleJob:
     @property
     def samples(self) -> list[tuple[SampleSlot, Sampling]]:
         """The places with their sampling; sample i of each prompt has seed + i."""
+        sampling = self.sampling
+        if self.calls and self.one_call:
+            sampling = replace(sampling, stop=(*sampling.stop, END_TOOL_CALL))
         return [
-            (place, replace(self.sampling, seed=self.sampling.seed + index % self.n))
+            (place, replace(sampling, seed=sampling.seed + index % self.n))
             for index, place in enumerate(self.opened.places)
         ]
 
@@ -108,6 +118,7 @@ class ChoiceDelta:
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     offsets: list[int] = field(default_factory=list[int])
+    alternatives: list[Alternatives] = field(default_factory=list[Alternatives])
     finish_reason: str | None = None
     spans: list[Span] = field(default_factory=list[Span])
 
@@ -115,11 +126,13 @@ class ChoiceDelta:
 class Choice:
     def __init__(self, index: int, renderer: Speech, job: SampleJob, *, parts_thoughts: bool) -> None:
         self.version, self.num_tokens = -1, 0
+        self.finish_reason = ""
         self._place, self._sampling = job.opened.places[index], job.sampling
         self._end_ids, self._offsets_wanted = renderer.end_ids.union(job.sampling.stop_ids), job.logprobs
         self._text = TextStream(renderer.decode, job.sampling.stop)
         self._thoughts = renderer.thoughts() if parts_thoughts else None
         self._calls = renderer.call_stream() if job.calls else None
+        self._one_call = job.one_call
         self._told: tuple[list[str], list[str], list[dict[str, Any]]] = [], [], []  # text, thought, calls
         self.piece = ChoiceDelta(index, opens=True)
         self.told: Message = {}
@@ -127,8 +140,11 @@ class Choice:
         self.prompt_logprobs: list[dict[str, Any] | None] = []
         """Of each token of the prompt, by its id, if the request asks for them; None for the first."""
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+    def add(
+        self, ids: Sequence[int], logprobs: Sequence[float], version: int, alternatives: Sequence[Alternatives] = ()
+    ) -> None:
         piece, self.version = self.piece, version
+        piece.alternatives += alternatives
         self.num_tokens += len(ids)
         piece.ids += ids
         piece.logprobs += (max(logprob, _LEAST_LOGPROB) for logprob in logprobs)
@@ -140,11 +156,13 @@ class Choice:
     def finish(self, completion: Completion) -> None:
         rest = slice(self.num_tokens, None)
         if completion.ids[rest]:
-            self.add(completion.ids[rest], completion.logprobs[rest], completion.spans[-1].version)
+            ranked = completion.alternatives[rest]
+            self.add(completion.ids[rest], completion.logprobs[rest], completion.spans[-1].version, ranked)
         self._tell(self._text.close(), last=True)
         reason = "stop" if self._text.stopped else completion.finish_reason
         text, thought, calls = self._told
-        self.piece.finish_reason = "tool_calls" if calls and reason == "stop" else reason
+        self.finish_reason = "tool_calls" if calls and reason == "stop" else reason
+        self.piece.finish_reason = self.finish_reason
         self.piece.spans = completion.spans
         self.told = message("".join(text), "".join(thought), calls)
         self._place.keep(completion, self.told, self._sampling)
@@ -166,6 +184,8 @@ class Choice:
             text, calls = self._calls.push(text)
             text += self._calls.close() if last else ""
         all_text, all_thought, all_calls = self._told
+        if self._one_call and (all_calls or calls):
+            text, calls = "" if all_calls else text, calls[: 1 - len(all_calls)]
         for call in calls:
             arguments = json.dumps(call.arguments, ensure_ascii=False)
             function = {"name": call.name, "arguments": arguments}
@@ -204,7 +224,11 @@ class ResponseLayout:
 def _chat_choice(piece: ChoiceDelta, job: SampleJob, names: TokenNames) -> dict[str, Any]:
     logprobs: dict[str, Any] | None = None
     if job.logprobs:
-        entries = [_chat_logprob(names, *entry) for entry in zip(piece.ids, piece.logprobs, strict=True)]
+        ranked = piece.alternatives or [()] * len(piece.ids)
+        entries = [
+            {**_chat_logprob(names, id, logprob), "top_logprobs": [_chat_logprob(names, *each) for each in others]}
+            for id, logprob, others in zip(piece.ids, piece.logprobs, ranked, strict=True)
+        ]
         logprobs = {"content": entries, "refusal": None}
     if not job.stream:
         return {"message": message(piece.text, piece.thought, piece.calls), "logprobs": logprobs}
@@ -220,15 +244,20 @@ def _chat_logprob(names: TokenNames, token_id: int, logprob: float) -> dict[str,
     raw = token_bytes(names, token_id)
     return {
         "token": _token_name(names, token_id),
-        "logprob": logprob,
+        "logprob": max(logprob, _LEAST_LOGPROB),
         "bytes": None if raw is None else list(raw),
-        "top_logprobs": [],
     }
 
 
 def prompt_logprob(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
     """Return the logprob of one token of a prompt, in vLLM's form."""
     return {str(token_id): {"logprob": max(logprob, _LEAST_LOGPROB), "decoded_token": _token_name(names, token_id)}}
+
+
+def _by_name(names: TokenNames, ranked: Alternatives) -> dict[str, float]:
+    """Return logprobs by the tokens' text; of tokens with the same text the likeliest is kept."""
+    told = reversed([(_token_name(names, id), max(logprob, _LEAST_LOGPROB)) for id, logprob in ranked])
+    return dict(reversed(dict(told).items()))
 
 
 def _token_name(names: TokenNames, token_id: int) -> str:
@@ -241,7 +270,7 @@ def _text_choice(piece: ChoiceDelta, job: SampleJob, names: TokenNames) -> dict[
         "tokens": [_token_name(names, token_id) for token_id in piece.ids],
         "token_logprobs": piece.logprobs,
         "text_offset": piece.offsets,
-        "top_logprobs": None,
+        "top_logprobs": [_by_name(names, each) for each in piece.alternatives] if piece.alternatives else None,
     }
     return {"text": piece.text, "logprobs": logprobs if job.logprobs else None}
 

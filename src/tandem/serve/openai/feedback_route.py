@@ -13,7 +13,8 @@ from pydantic import Field
 from tandem.io.chat_feedback import ChatStore
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.refusals import RequestRefused
-from tandem.serve.openai.requests import Strict, checked, read
+from tandem.serve.openai.requests import checked, read
+from tandem.serve.openai.strict import Strict
 from tandem.types import MAX_NUMBER
 
 OnRated = Callable[[int, float], object]

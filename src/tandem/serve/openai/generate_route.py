@@ -11,8 +11,9 @@ from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator, model
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.service import let_go
 from tandem.serve.openai.choices import Choice, ChoiceDelta, SampleJob
-from tandem.serve.openai.requests import Prompts, SamplingParams, Strict, checked, prompt_list, read
+from tandem.serve.openai.requests import Prompts, SamplingParams, checked, prompt_list, read
 from tandem.serve.openai.routes import OpenAi
+from tandem.serve.openai.strict import Strict
 
 _DEFAULT_TOKENS = {"vllm": 16, "sglang": 128}
 _OF_SGLANG = {"input_ids", "text", "sampling_params"}
@@ -174,7 +175,7 @@ class Generate:
         opened = await self.api.opened("prompt", self.api.conversations.text(request, prompts, knobs.n))
         let_go(request)
         job = SampleJob(opened, knobs.n, knobs.sampling(max_tokens))
-        self.api.check(job, "prompt")
+        await self.api.check(request, job, "prompt")
         return job
 
     def _told(self, body: dict[str, Any], job: SampleJob) -> JSONResponse:

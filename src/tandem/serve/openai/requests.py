@@ -14,7 +14,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationError,
@@ -32,34 +31,21 @@ from tandem.serve.http.request_bounds import (
     check_values,
 )
 from tandem.serve.http.service import aside, body_at_hand, let_go
-from tandem.types import Sampling
+from tandem.serve.openai.answer_format import ResponseFormat, ToolChoice
+from tandem.serve.openai.strict import Strict
+from tandem.types import PLAIN, Sampling, Shape
 
 # Values without effect, which many clients send with every request. Any other value is refused as unknown.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 def _joined(content: Any) -> Any:
@@ -97,8 +83,12 @@ class RequestToolCall(Strict):
 class ToolFunction(Strict):
     name: str = Field(min_length=1, max_length=256)
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] = Field({})
     strict: bool = False
+
+
+MAX_RANKED = 20
+"""Most of the likeliest tokens at each place of an answer."""
 
 
 class Tool(Strict):
@@ -107,7 +97,8 @@ class Tool(Strict):
 
 
 class ChatMessage(Strict):
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """`developer` is OpenAI's newer name of `system`; templates know only that."""
     content: Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, str]])] = ""
     reasoning_content: str | None = None
     name: str | None = None
@@ -123,6 +114,7 @@ class ChatMessage(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 def _stop_list(stop: Any) -> Any:
@@ -140,6 +132,24 @@ def _not_almost_zero(temperature: float) -> float:
     return temperature
 
 
+# What to send in place of options that clients know.
+_INSTEAD = {
+    "audio": "this service makes text only",
+    "best_of": "send n, and choose",
+    "echo": "put the prompt before the answer",
+    "function_call": "send tool_choice",
+    "functions": "send tools",
+    "modalities": "this service makes text only",
+    "prediction": "leave it out: it changes no answer",
+    "service_tier": "there is one tier: leave it out",
+    "suffix": "this service only continues texts",
+    "web_search_options": "this service has no tools of its own: send functions as tools",
+}
+
+TokenId: TypeAlias = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""A token id as a key of a JSON object."""
+
+
 class SamplingParams(Strict):
     """The sampling options of all supported request forms."""
 
@@ -148,10 +158,15 @@ class SamplingParams(Strict):
     temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_not_almost_zero)] = 1.0
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, le=2**31 - 1)
-    stop: Stop = []
+    stop: Stop = Field([])
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=256)
     seed: int | None = Field(None, ge=0, le=2**53)
     on_update: Literal["follow", "pin", "restart"] | None = None
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=4096)
 
     @model_validator(mode="before")
     @classmethod
@@ -170,8 +185,16 @@ class SamplingParams(Strict):
         return Sampling(
             max_tokens, self.temperature, self.top_p, self.top_k, stop=tuple(self.stop),
             stop_ids=tuple(self.stop_token_ids), seed=seed, on_update=self.on_update or "",
-            share=self.share,
+            share=self.share, shape=self.shape,
         )  # fmt: skip
+
+    @property
+    def shape(self) -> Shape:
+        bias = tuple(sorted((int(id), value) for id, value in self.logit_bias.items() if value))
+        shape = Shape(
+            self.min_p, self.repetition_penalty, self.frequency_penalty, self.presence_penalty, logit_bias=bias
+        )
+        return PLAIN if shape == PLAIN else shape
 
 
 class _RequestBase(SamplingParams):
@@ -187,7 +210,7 @@ class _RequestBase(SamplingParams):
     """false: the chat is not kept for feedback."""
     # Labels for the logs of a hosted service; accepted without effect.
     prompt_cache_key: str = ""
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] = Field({})
 
     @property
     def share(self) -> str:
@@ -203,9 +226,22 @@ class _RequestBase(SamplingParams):
 class ChatRequest(_RequestBase):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] = Field([], max_length=256)
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """false: the answer ends after its first call."""
+    response_format: ResponseFormat | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_RANKED)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
+    """Variables for the model's chat template."""
+
+    @model_validator(mode="after")
+    def _ranked_with_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs without logprobs = true")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
@@ -240,8 +276,8 @@ def _is_ids(value: Any) -> bool:
 
 class CompletionRequest(_RequestBase):
     prompt: Prompts
-    logprobs: int | None = Field(None, ge=0, le=1)
-    """0 and 1 both return the sampled token's logprob; alternatives are not supported."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_RANKED)
+    """The sampled token's logprob, and those of so many of the likeliest tokens."""
     prompt_logprobs: int | None = Field(None, ge=0, le=1)
     """0 and 1 both return the logprob of each token of the prompt, at temperature 1; alternatives are not supported."""
 
@@ -278,6 +314,8 @@ def _arguments(asked: ChatRequest) -> Iterator[str]:
 
 def _for_template(given: ChatMessage) -> dict[str, Any]:
     message = given.model_dump(exclude_none=True)
+    if given.role == "developer":
+        message["role"] = "system"
     if given.tool_calls:
         message["tool_calls"] = [
             {"id": call.id, "type": call.type, "function": call.function.for_template} for call in given.tool_calls
@@ -331,6 +369,7 @@ def _as_refused(error: ValidationError, within: str) -> RequestRefused:
     message = first["msg"].removeprefix("Value error, ")
     field = ".".join(str(part) for part in (*filter(None, [within]), *first["loc"]))
     if first["type"] == "extra_forbidden":
-        message = f"'{field}' is not supported by this service, or not with this value; leave it out"
+        instead = _INSTEAD.get(field, "leave it out")
+        message = f"'{field}' is not supported by this service, or not with this value; {instead}"
     # Validators over several fields have no location; their text begins with the field's name.
-    return RequestRefused(422, message, field=field or message.split()[0])
+    return RequestRefused(422, message, field=field or message.split()[0].rstrip(":"))

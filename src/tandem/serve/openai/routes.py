@@ -20,9 +20,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tandem.errors import StoreError, TandemError, TextTooLong
+from tandem.errors import StoreError, TandemError, TemplateError, TextTooLong
 from tandem.io.chat_feedback import ChatStore
-from tandem.protocols import OnToken, ScoringEngine
+from tandem.protocols import OnToken, ScoringEngine, why_not_sampled
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.refusals import RequestRefused, as_refused
 from tandem.serve.http.request_bounds import (
@@ -33,7 +33,8 @@ from tandem.serve.http.request_bounds import (
     MAX_TOOLS_BYTES,
     MAX_VALUES,
 )
-from tandem.serve.http.service import Service, aside, let_go, unless_gone
+from tandem.serve.http.service import aside, let_go, unless_gone
+from tandem.serve.openai.answer_format import grammar_of
 from tandem.serve.openai.choices import (
     CHAT,
     TEXT,
@@ -46,15 +47,15 @@ from tandem.serve.openai.choices import (
     prompt_logprob,
     usage,
 )
-from tandem.serve.openai.feedback_route import feedback_router
 from tandem.serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
+    TemplateInput,
     conversation,
     parse,
     read,
 )
-from tandem.types import Completion, Message, Sampling
+from tandem.types import PLAIN, Completion, Message, Sampling
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """The tools of a conversation, as JSON schemas in OpenAI's form."""
@@ -89,12 +90,18 @@ class ChatRenderer(Speech, Protocol):
     def within(self, context: int) -> Self: ...
     def encode(self, text: str) -> list[int]: ...
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]: ...
+    def with_options(self, options: Mapping[str, Any]) -> Self: ...  # for the chat template
+    def options_of_effort(self, effort: str) -> Mapping[str, Any]: ...
 
 
 class Conversations(Protocol):
     """Turns requests into prompts, and records the answers."""
 
-    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> OpenedSamples: ...
+    @property
+    def records(self) -> bool: ...  # whether answers are kept for training
+    async def chat(
+        self, request: Request, messages: Sequence[Message], tools: Tools, n: int, renderer: ChatRenderer
+    ) -> OpenedSamples: ...
     async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> OpenedSamples: ...
 
 
@@ -113,9 +120,12 @@ class Stateless:
     """Conversations that are not recorded: each request stands alone."""
 
     renderer: ChatRenderer
+    records: bool = False
 
-    async def chat(self, request: Request, messages: Sequence[Message], tools: Tools, n: int) -> OpenedSamples:
-        prompt = await aside(request)(self.renderer.prompt, messages, tools)  # always on a thread: a template may loop
+    async def chat(
+        self, request: Request, messages: Sequence[Message], tools: Tools, n: int, renderer: ChatRenderer
+    ) -> OpenedSamples:
+        prompt = await aside(request)(renderer.prompt, messages, tools)  # always on a thread: a template may loop
         return OpenedSamples([_StatelessTurn(prompt) for _ in range(n)])
 
     async def text(self, request: Request, prompts: Sequence[str | list[int]], n: int) -> OpenedSamples:
@@ -133,26 +143,6 @@ async def encoded(request: Request, prompts: Sequence[str | list[int]], encode: 
     if sum(map(len, prompts)) <= AT_ONCE_BYTES:
         return encode()
     return await aside(request)(encode)
-
-
-def openai_service(
-    engine: Sampler, renderer: ChatRenderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096,
-    chats: ChatStore | None = None,
-) -> Service:  # fmt: skip
-    """Build the routes. `context`: most tokens of prompt and completion together. `num_ids`: size of the vocabulary.
-    `max_requests`: most samples at a time. `chats`: keeps chats for feedback."""
-    renderer = renderer.within(context)
-    api = OpenAi(engine, renderer, Stateless(renderer), model_id, context, num_ids, max_requests, chats=chats)
-    router = APIRouter()
-    router.include_router(api.router("/v1"))
-    router.include_router(feedback_router(chats))
-
-    async def close() -> None:
-        await engine.close()
-        if chats is not None:
-            chats.close()
-
-    return Service("tandem serve", router, api.limits, api.books.registry, close)
 
 
 class _Books:
@@ -215,19 +205,34 @@ class OpenAi:
     @speaks(ChatRequest, answers=(JSON, EVENTS))
     async def chat(self, request: Request) -> Response:
         given = await read(request, conversation)
+        return await self._answer(request, await self.chat_job(request, given), CHAT)
+
+    async def chat_job(self, request: Request, given: TemplateInput, *, keep: bool = True) -> SampleJob:
+        """Return what to sample for a chat. RequestRefused if it cannot be answered. `keep`: for feedback."""
         asked = given.asked
         self._check_model(asked.model)
         self._check_store(asked, self.chats)
-        opened = await self.opened("messages", self.conversations.chat(request, given.messages, given.tools, asked.n))
+        renderer = await self.renderer_for(request, asked)
+        one_call = not asked.parallel_tool_calls
+        grammar = grammar_of(
+            asked.response_format.schema_of_answer if asked.response_format is not None else None,
+            asked.tool_choice, given.tools,
+            one_call=one_call, mark=partial(_mark, renderer), after=renderer.end_of_thought,
+        )  # fmt: skip
+        opening = self.conversations.chat(request, given.messages, given.tools, asked.n, renderer)
+        opened = await self.opened("messages", opening)
         let_go(request)  # only now: its parsed body still takes the memory
         room = max(1, self.context - len(opened.places[0].prompt))
         max_tokens = asked.max_completion_tokens or asked.max_tokens or min(room, DEFAULT_TOKENS)
-        calls = bool(asked.tools) and asked.tool_choice == "auto"
+        calls = bool(asked.tools) and asked.tool_choice != "none"
         job = self._job(asked, opened, max_tokens, one_prompt=True, logprobs=asked.logprobs, calls=calls)
-        if self.chats is not None and asked.store is not False:
+        shape = job.sampling.shape if grammar is None else replace(job.sampling.shape, grammar=grammar)
+        sampling = replace(job.sampling, shape=shape, top_logprobs=asked.top_logprobs)
+        job = replace(job, sampling=sampling, one_call=one_call, speech=renderer)
+        if self.chats is not None and keep and asked.store is not False:
             job = replace(job, messages=given.messages, tools=bool(given.tools))
-        self.check(job, "messages")
-        return await self._answer(request, job, CHAT)
+        await self.check(request, job, "messages")
+        return job
 
     @speaks(CompletionRequest, answers=(JSON, EVENTS))
     async def complete(self, request: Request) -> Response:
@@ -243,13 +248,19 @@ class OpenAi:
         opened = await self.opened("prompt", self.conversations.text(request, given, asked.n))
         wanted = asked.logprobs is not None
         job = self._job(asked, opened, asked.max_tokens or 16, one_prompt=one_prompt, logprobs=wanted, calls=False)
-        job = replace(job, prompt_logprobs=asked.prompt_logprobs is not None)
-        self.check(job, "prompt")
+        ranked = replace(job.sampling, top_logprobs=asked.logprobs or 0)
+        if why_not_sampled(self.engine, replace(ranked, shape=PLAIN)):
+            if asked.logprobs != 1:  # 1 may also mean: the sampled token's alone
+                text = f"logprobs = {asked.logprobs}: this engine gives those of sampled tokens only; send 0 or 1"
+                raise RequestRefused(422, text, field="logprobs")
+            ranked = job.sampling
+        job = replace(job, sampling=ranked, prompt_logprobs=asked.prompt_logprobs is not None)
+        await self.check(request, job, "prompt")
         return await self._answer(request, job, TEXT)
 
     # --- from a request to a job
 
-    async def opened(self, named: str, opening: Awaitable[OpenedSamples]) -> OpenedSamples:
+    async def opened(self, named: str, opening: Awaitable[T]) -> T:
         """Await the opening of a request's samples. `named`: the request's field with the prompts."""
         try:
             return await opening
@@ -269,12 +280,44 @@ class OpenAi:
             calls=calls,
         )  # fmt: skip
 
-    def check(self, job: SampleJob, named: str) -> None:
+    async def check(self, request: Request, job: SampleJob, named: str) -> None:
         """Raise RequestRefused if the job cannot be answered. `named`: the request's field with the prompts."""
         for prompt in job.prompts:
             self._check_prompt(prompt, job.sampling.max_tokens, named)
         self._check_on_update(job)
         self._check_load(len(job.opened.places))
+        if job.sampling.extras:
+            await self._check_extras(request, job.sampling)
+
+    async def _check_extras(self, request: Request, sampling: Sampling) -> None:
+        if outside := [id for id, _ in sampling.shape.logit_bias if id >= self.num_ids]:
+            raise RequestRefused(422, f"{outside[0]} is no token id: 0 to {self.num_ids - 1}", field="logit_bias")
+        if sampling.shape.engaged and self.conversations.records:
+            name = sampling.shape.engaged[0]
+            text = (
+                f"{name}: this service records answers for training, and a trainer computes their logprobs without "
+                f"{name}; leave it out, or ask a service that does not record (tandem serve)"
+            )
+            raise RequestRefused(422, text, field=name)
+        # On a thread: a schema may take long to compile.
+        if why := await aside(request)(why_not_sampled, self.engine, sampling):
+            raise RequestRefused(422, why, field=why.partition(":")[0])
+
+    async def renderer_for(self, request: Request, asked: ChatRequest) -> ChatRenderer:
+        """Return the renderer with the request's options for the chat template."""
+        options = dict(asked.chat_template_kwargs)
+        field = "chat_template_kwargs" if options else "reasoning_effort"
+        try:
+            if asked.reasoning_effort is not None:
+                options = {**self.renderer.options_of_effort(asked.reasoning_effort), **options}
+            if not options:
+                return self.renderer
+            if self.conversations.records:
+                text = f"{field}: this service records conversations, whose turns are all written with one template"
+                raise RequestRefused(422, text, field=field)
+            return await aside(request)(self.renderer.with_options, options)  # on a thread: a template may loop
+        except TemplateError as error:
+            raise RequestRefused(422, str(error), field=field) from error
 
     def _check_model(self, name: str) -> None:
         if name != self.model_id:
@@ -334,10 +377,10 @@ class OpenAi:
 
     async def whole(self, request: Request, job: SampleJob, *, parts_thoughts: bool) -> list[Choice]:
         """Return all choices once they are complete."""
-        choices = self._choices(job, parts_thoughts)
+        choices = self.choices(job, parts_thoughts=parts_thoughts)
 
         async def play() -> None:
-            async for _ in self._play(job, choices):
+            async for _ in self.play(job, choices):
                 pass
             if job.prompt_logprobs:
                 for number, prompt in enumerate(job.prompts):
@@ -355,7 +398,7 @@ class OpenAi:
         return [None, *(prompt_logprob(self.renderer, *each) for each in zip(prompt[1:], found, strict=True))]
 
     async def _chunks(self, job: SampleJob, layout: ResponseLayout) -> AsyncIterator[str]:
-        choices = self._choices(job, layout.parts_thoughts)
+        choices = self.choices(job, parts_thoughts=layout.parts_thoughts)
         head = self._head(job, layout, layout.chunk_object, self.engine.version)
         extra: dict[str, Any] = {"usage": None} if job.include_usage else {}
         first: dict[str, Any] = {"prompt_token_ids": job.prompt_token_ids} if job.token_ids else {}
@@ -369,7 +412,7 @@ class OpenAi:
             yield chunk(choice)
         unfinished = len(choices)
         try:
-            async for choice in self._play(job, choices):
+            async for choice in self.play(job, choices):
                 head["weight_version"] = choice.version
                 unfinished -= choice.piece.finish_reason is not None
                 if not unfinished:  # before the last chunk: a client may hang up after it
@@ -393,7 +436,7 @@ class OpenAi:
             self.books.not_kept.inc()
             _log.error("chat %s is not kept: %s", id, error)
 
-    async def _play(self, job: SampleJob, choices: list[Choice]) -> AsyncIterator[Choice]:
+    async def play(self, job: SampleJob, choices: list[Choice]) -> AsyncIterator[Choice]:
         """Sample all choices at once; yield a choice whenever it has new text and when it is complete."""
         news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         tasks: list[asyncio.Task[Completion]] = []
@@ -412,8 +455,8 @@ class OpenAi:
                     index, event = await news.get()
                     choice = choices[index]
                     if isinstance(event, tuple):
-                        token_id, logprob, version = event
-                        choice.add([token_id], [logprob], version)
+                        token_id, logprob, version, *ranked = event
+                        choice.add([token_id], [logprob], version, ranked)
                     else:
                         choice.finish(event.result())
                         left -= 1
@@ -425,9 +468,10 @@ class OpenAi:
                 self.books.sampled_tokens.inc(sum(choice.num_tokens for choice in choices))
                 self.books.cancelled.inc(sum(task.cancel() for task in tasks))
 
-    def _choices(self, job: SampleJob, parts_thoughts: bool) -> list[Choice]:
+    def choices(self, job: SampleJob, *, parts_thoughts: bool) -> list[Choice]:
         places = range(len(job.opened.places))
-        return [Choice(index, self.renderer, job, parts_thoughts=parts_thoughts) for index in places]
+        speech = job.speech or self.renderer
+        return [Choice(index, speech, job, parts_thoughts=parts_thoughts) for index in places]
 
     def _count(self, change: int) -> None:
         self.running += change
@@ -468,8 +512,14 @@ class OpenAi:
         }  # fmt: skip
 
 
-def _put_token(news: asyncio.Queue[tuple[int, Any]], index: int, token_id: int, logprob: float, version: int) -> None:
-    news.put_nowait((index, (token_id, logprob, version)))
+def _mark(renderer: ChatRenderer, text: str) -> str:
+    """Return how a grammar writes a mark, which is one token of most tokenizers that have it."""
+    ids = renderer.encode(text)
+    return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text)
+
+
+def _put_token(news: asyncio.Queue[tuple[int, Any]], index: int, *token: Any) -> None:
+    news.put_nowait((index, token))
 
 
 def _put_end(news: asyncio.Queue[tuple[int, Any]], index: int, task: asyncio.Task[Completion]) -> None:
