@@ -86,7 +86,16 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
         assert revision_of("support") == "support@1"
 
         assert [each.id for each in server.runs()] == [run]
-        told("undeploy", "support")
+        streams = [
+            ask.chat.completions.create(
+                model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=200, stream=True, n=8
+            )
+            for _ in range(4)
+        ]
+        told("undeploy", "support")  # what has begun is answered
+        for each in streams:
+            ends = [piece.choices[0].finish_reason for piece in each if piece.choices]
+            assert len([end for end in ends if end in ("stop", "length")]) == 8
         with pytest.raises(ControlNotKnown):
             server.deployment("support")
         with pytest.raises(openai.NotFoundError, match="no deployment 'support'"):

@@ -1,16 +1,23 @@
-"""Where the replicas of deployments answer now. Their agents say so every second, so nothing of it is in the database:
-a server that was restarted knows it again within a second."""
+"""Where the replicas of deployments answer now, and the requests that they are answering. Their agents say every second
+that they answer, and every request passes through this process. So nothing of it is in the database: a server that was
+restarted knows it again within a second, and no request of the one before is under way any more."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 FRESH_MS = 10_000
 """How long a replica counts as there after its agent said so."""
+DRAIN_MS = 300_000
+"""How long a replica that should end may go on answering what it has begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
+    run: str
     attempt: str
     url: str
     at: int
@@ -18,15 +25,51 @@ class Replica:
 
 @dataclass
 class Replicas:
+    """Replicas by the run that serves."""
+
     _by_run: dict[str, Replica] = field(default_factory=dict[str, Replica])
+    _under_way: Counter[str] = field(default_factory=Counter[str])
+    _drains: dict[str, int] = field(default_factory=dict[str, int])
+    """Since when a run waits for its requests."""
+    _ending: dict[str, str] = field(default_factory=dict[str, str])
+    """The attempt that was told to end, by run."""
 
     def seen(self, run: str, attempt: str, url: str, now: int) -> None:
-        self._by_run[run] = Replica(attempt, url, now)
+        self._by_run[run] = Replica(run, attempt, url, now)
 
-    def lost(self, run: str) -> None:
+    def lost(self, replica: Replica) -> None:
         """Forget a replica that did not answer, until its agent says again that it does."""
-        self._by_run.pop(run, None)
+        if self._by_run.get(replica.run) == replica:
+            del self._by_run[replica.run]
 
     def find(self, run: str, now: int) -> Replica | None:
+        """Return the replica of a run; None if it does not answer, or was told to end."""
         found = self._by_run.get(run)
-        return found if found is not None and now - found.at <= FRESH_MS else None
+        if found is None or now - found.at > FRESH_MS or self._ending.get(run) == found.attempt:
+            return None
+        return found
+
+    @contextmanager
+    def asked(self, run: str) -> Generator[None]:
+        """Count a request as under way."""
+        self._under_way[run] += 1
+        try:
+            yield
+        finally:
+            self._under_way[run] -= 1
+            if not self._under_way[run]:
+                del self._under_way[run]
+
+    def under_way(self, run: str) -> int:
+        return self._under_way[run]
+
+    def may_end(self, run: str, attempt: str, now: int) -> bool:
+        """Return whether the run that is asked to stop may do so now: none of its requests is under way, or DRAIN_MS is
+        over. Then it gets no further request."""
+        since = self._drains.setdefault(run, now)
+        if self._under_way[run] and now - since <= DRAIN_MS:
+            return False
+        del self._drains[run]
+        if run in self._by_run:
+            self._ending[run] = attempt
+        return True

@@ -72,6 +72,8 @@ class AgentRoutes:
             streams = await self.plane.mirror.append(run, body.pieces)
         if body.serving:
             self.plane.replicas.seen(run, attempt, body.serving, now)
+        if want == "stop" and not self.plane.replicas.may_end(run, attempt, now):
+            want = "run"  # a replica first answers what it has begun
         return answer(Appended(want=want, lease_s=_LEASE_S, streams=streams))
 
     @speaks(EndBody, answer=Ended)

@@ -6,13 +6,15 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import httpx
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sqlalchemy.orm import Session
+from starlette.types import Receive, Scope, Send
 
 from tandem.control import deployments
 from tandem.control.api.requests import Nothing, Plane, answer, caller_of, written_once
@@ -175,27 +177,50 @@ class DeploymentRoutes:
             n, run = _pick(found, session_id)
             replica = self.plane.replicas.find(run, self.plane.clock())
             revision = f"{name.partition('@')[0]}@{n}"
-            if replica is not None:
-                told = await self._ask(path, {**sent, "model": revision}, replica)
-                if told is not None:
-                    return _passed(told, revision)
-                self.plane.replicas.lost(run)
+            if (
+                replica is not None
+                and (told := await self._ask(path, {**sent, "model": revision}, replica)) is not None
+            ):
+                told.headers["X-Tandem-Revision"] = revision
+                return told
             if asyncio.get_running_loop().time() > until:
                 raise RequestRefused(503, f"'{revision}' does not answer now; ask again", retry_after_s=5.0)
             await asyncio.sleep(_POLL_S)
 
-    async def _ask(self, path: str, body: dict[str, Any], replica: Replica) -> httpx.Response | None:
+    async def _ask(self, path: str, body: dict[str, Any], replica: Replica) -> Response | None:
         """Send it to a replica; return its answer, not read yet. None if it never reached it."""
         headers = {"Authorization": f"Bearer {self.plane.callers.serve_token(replica.attempt)}"}
-        try:
-            asked_for = self._http.build_request("POST", f"{replica.url}{path}", json=body, headers=headers)
-            return await self._http.send(asked_for, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            return None
-        except httpx.TransportError as error:
-            raise RequestRefused(
-                503, f"the replica ended while it answered ({type(error).__name__}); ask again", retry_after_s=1.0
-            ) from None
+        with ExitStack() as under_way:
+            under_way.enter_context(self.plane.replicas.asked(replica.run))
+            try:
+                asked_for = self._http.build_request("POST", f"{replica.url}{path}", json=body, headers=headers)
+                told = await self._http.send(asked_for, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                self.plane.replicas.lost(replica)
+                return None
+            except httpx.TransportError as error:
+                raise RequestRefused(
+                    503, f"the replica ended while it answered ({type(error).__name__}); ask again", retry_after_s=1.0
+                ) from None
+            return _Passed(told, under_way.pop_all())
+
+
+class _Passed(StreamingResponse):
+    """A replica's answer, as it comes. `under_way` ends with its last byte, or when the client has gone."""
+
+    KEPT = ("content-type", "content-length", "content-encoding", "retry-after", "cache-control", "x-accel-buffering")
+
+    def __init__(self, told: httpx.Response, under_way: ExitStack) -> None:
+        headers = {name: told.headers[name] for name in self.KEPT if name in told.headers}
+        super().__init__(told.aiter_raw(), told.status_code, headers)
+        self._told, self._under_way = told, under_way
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._under_way:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self._told.aclose()
 
 
 def _pick(found: list[tuple[int, int, str]], session_id: str) -> tuple[int, str]:
@@ -212,16 +237,3 @@ def _pick(found: list[tuple[int, int, str]], session_id: str) -> tuple[int, str]
         if at < 0:
             return n, run
     return found[-1][0], found[-1][2]
-
-
-def _passed(told: httpx.Response, revision: str) -> Response:
-    async def pieces() -> AsyncIterator[bytes]:
-        try:
-            async for piece in told.aiter_raw():
-                yield piece
-        finally:
-            await told.aclose()
-
-    kept = ("content-type", "content-length", "content-encoding", "retry-after", "cache-control", "x-accel-buffering")
-    headers = {name: told.headers[name] for name in kept if name in told.headers} | {"X-Tandem-Revision": revision}
-    return StreamingResponse(pieces(), told.status_code, headers)
