@@ -21,20 +21,16 @@ class FakeReplica:
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-                path, body = head.split()[1].decode(), json.loads(await reader.readexactly(size))
-                self.asked.append((path, body))
-                status, told = await self.answer(path, body)
-                content = json.dumps(told).encode()
-                fields = f"content-type: application/json\r\ncontent-length: {len(content)}\r\n"
-                writer.write(f"HTTP/1.1 {status} OK\r\n{fields}\r\n".encode() + content)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        path, body = head.split()[1].decode(), json.loads(await reader.readexactly(size))
+        self.asked.append((path, body))
+        status, told = await self.answer(path, body)
+        content = json.dumps(told).encode()
+        fields = f"content-type: application/json\r\ncontent-length: {len(content)}\r\nconnection: close\r\n"
+        writer.write(f"HTTP/1.1 {status} OK\r\n{fields}\r\n".encode() + content)
+        await writer.drain()
+        writer.close()
 
 
 @asynccontextmanager

@@ -36,6 +36,7 @@ BODIES: dict[str, Any] = {
     "/api/deployments/{id}/undeploy": {},
     "/v1/chat/completions": {"model": "hidden-name", "messages": []},
     "/v1/completions": {"model": "hidden-name", "prompt": "p"},
+    "/v1/feedback": {"id": "chatcmpl-1.hidden-name@1", "value": True},
     "/api/attempts/{id}/claim": {"instance": "thief"},
     "/api/attempts/{id}/append": {"instance": "thief", "pieces": [piece("log.txt", 1, 0, b"x")]},
     "/api/attempts/{id}/end": {"instance": "thief", "state": "failed"},
@@ -43,7 +44,7 @@ BODIES: dict[str, Any] = {
 OF_AGENTS = {path for path in BODIES if "/attempts/{id}/" in path}
 WITHOUT_KEY = {"/health", "/openapi.json", *page_paths()}
 OF_TWO_RUNS = {"/api/views/compare"}
-NAMED_IN_BODY = {"/api/deployments", "/v1/chat/completions", "/v1/completions"}
+NAMED_IN_BODY = {"/api/deployments", "/v1/chat/completions", "/v1/completions", "/v1/feedback"}
 OPERATORS = {("post", "/api/orgs"), ("get", "/metrics")}
 
 

@@ -64,7 +64,7 @@ def test_every_write_is_in_the_log_once(plane: Served):
            **{f"/api/deployments/{{id}}/{verb}": "d0" for verb in ("promote", "rollback", "undeploy")}}  # fmt: skip
     assert {path for path, _ in (*of_attempt, *of_keys)} == {
         path for path, each in document["paths"].items() if "post" in each
-    } - {"/api/plans", "/v1/chat/completions", "/v1/completions"}  # they write nothing
+    } - {"/api/plans", "/v1/chat/completions", "/v1/completions", "/v1/feedback"}  # users' requests
     for path, body in (*of_attempt, *of_keys):
         before = len(rows(plane))
         filled, caller = path.replace("{id}", ids.get(path, attempt)), token if "attempts" in path else TOKEN

@@ -16,6 +16,7 @@ from whole_way import Control, until
 from tandem.cli.main import app
 from tandem.client import Tandem
 from tandem.errors import ControlConflict, ControlNotKnown
+from tandem.shapes.deployments import RevisionInfo
 
 
 @pytest.fixture
@@ -114,3 +115,53 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
         server.deploy(run, 7, name="never")
         until(lambda: server.deployment("never").revisions[0].state == "failed", 120)
         assert "has no checkpoint of step 7" in server.deployment("never").revisions[0].why
+
+
+def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_request(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    run = control.submit(1)
+    until(lambda: control.state(run) == "succeeded", 240)
+    url = f"http://127.0.0.1:{control.port}"
+    monkeypatch.setenv("TANDEM_CONTROL", url)
+    monkeypatch.setenv("TANDEM_CONTROL_KEY", control.token)
+    ask = openai.OpenAI(base_url=f"{url}/v1", api_key=control.key("chat"), max_retries=8)
+
+    def told(*words: str) -> str:
+        found = CliRunner().invoke(app, list(words))
+        assert not found.exit_code, found.output
+        return found.output
+
+    def chat() -> str:
+        return ask.chat.completions.create(
+            model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=4
+        ).id
+
+    with Tandem(url, control.token) as server:
+
+        def revision() -> RevisionInfo:
+            return server.deployment("support").revisions[0]
+
+        told("deploy", f"{run}@1", "--name", "support", "--feedback", "--keep-s", "3")
+        ids = [chat() for _ in range(3)]
+        for id, value in zip(ids, (True, True, False), strict=True):
+            ask.post("/feedback", cast_to=object, body={"id": id, "value": value})
+        assert (revision().feedback.count, round(revision().feedback.mean, 3)) == (3, 0.667)
+        until(lambda: revision().errors.count == 3)
+        until(lambda: revision().asleep, 120)
+        assert not control.processes("serve", "support@1")
+        shown = told("deployments")
+        assert "asleep" in shown
+        assert "failed 0 of 3 (0 %, 0 to 56 %)" in shown
+        assert "feedback 0.667 (" in shown
+        again = chat()  # wakes it
+        assert again not in ids
+        ask.post("/feedback", cast_to=object, body={"id": ids[0], "value": False})  # it has kept the chats of before
+        assert (revision().feedback.count, round(revision().feedback.mean, 3)) == (3, 0.333)
+        for share in ("5", "0", "-1%", "x", "100%"):
+            assert (
+                CliRunner().invoke(app, ["deploy", f"{run}@1", "--name", "support", "--canary", share]).exit_code == 2
+            )
+        told("deploy", f"{run}@1", "--name", "support", "--canary", "50%")
+        assert "canary 50 %" in told("deployments", "support")
+        told("undeploy", "support")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 from fake_replica import FakeReplica, replica, saying
 from plane import TOKEN, Served, served
 
+from tandem.control.api.deployment_routes import pick
+from tandem.control.api.upkeep import look_once
+from tandem.control.deployments import Candidate
 from tandem.control.replicas import DRAIN_MS, Replicas
 
 
@@ -114,3 +118,147 @@ def test_a_replica_that_cannot_be_reached_is_asked_again_where_it_is_next(plane:
             assert answer.result().json()["text"] == "here"
 
     asyncio.run(play())
+
+
+def test_weights_share_the_requests_out_and_a_session_stays_with_its_revision():
+    found = [Candidate("d", 1, "r1", weight=70), Candidate("d", 2, "r2", weight=30), Candidate("d", 3, "r3", 0, canary=0.1)]
+    names = [str(number) for number in range(4000)]
+    shares = Counter(pick(found, name, lambda _: True).n for name in names)
+    assert shares[1] / 4000 == pytest.approx(0.63, abs=0.03)
+    assert shares[2] / 4000 == pytest.approx(0.27, abs=0.03)
+    assert shares[3] / 4000 == pytest.approx(0.1, abs=0.02)
+    alone = Counter(pick(found, "", lambda _: True).n for _ in names)
+    assert alone[3] / 4000 == pytest.approx(0.1, abs=0.03)
+    for name in names[:100]:
+        assert len({pick(found, name, lambda _: True).n for _ in range(5)}) == 1
+    assert {pick(found, name, lambda each: each.n == 2).n for name in names[:100]} == {2}  # the others do not answer
+    assert {pick(found, name, lambda _: False).n for name in names[:100]} == {1, 2}
+
+
+def test_a_canary_gets_its_share_and_is_rolled_back_when_it_fails(plane: Served):
+    names = Names(plane)
+    names.deploy()
+    refused = plane.ask("POST", "/api/deployments", body={"name": "new", "run": names.run, "step": 1, "canary": 0.5})
+    assert refused.status_code == 409
+    names.deploy(canary=0.5)
+    again = {"name": "support", "run": names.run, "step": 1, "canary": 0.5}
+    assert "is tried already" in plane.ask("POST", "/api/deployments", body=again).text
+
+    async def fails(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return 500, {"error": {"message": "out of memory"}}
+
+    async def play() -> None:
+        async with replica(saying("old")) as old, replica(fails) as new:
+            await names.alive(1, old)
+            assert {(await names.ask()).status_code for _ in range(10)} == {200}  # the canary does not answer yet
+            await names.alive(2, new)
+            told = Counter([(await names.ask()).status_code for _ in range(60)])
+            assert told[500] > 10
+            await look_once(plane.plane)
+            shown = await names.shown()
+            assert [each["canary"] for each in shown] == [0.0, 0.0]
+            assert shown[1]["why"].startswith(f"rolled back: {told[500]} of its {told[500]} answers failed, and 0 of")
+            assert (shown[1]["errors"]["count"], shown[1]["errors"]["mean"]) == (told[500], 1.0)
+            assert shown[0]["errors"]["count"] == 70 - told[500]
+            assert {(await names.ask()).status_code for _ in range(20)} == {200}
+            log = (await plane.ask_async("GET", "/api/audit")).json()["items"]
+            assert [each["told"]["revision"] for each in log if each["action"] == "canary rolled back"] == [2]
+
+    asyncio.run(play())
+
+
+def test_a_canary_as_good_as_the_others_stays_until_it_is_promoted_or_taken_away(plane: Served):
+    names = Names(plane)
+    names.deploy()
+    names.deploy(canary=0.5)
+
+    async def play() -> None:
+        async with replica(saying("old")) as old, replica(saying("new")) as new:
+            await names.alive(1, old)
+            await names.alive(2, new)
+            texts = Counter([(await names.ask()).json()["text"] for _ in range(60)])
+            assert min(texts["old"], texts["new"]) > 10
+            await look_once(plane.plane)
+            assert [each["canary"] for each in await names.shown()] == [0.0, 0.5]
+            await plane.ask_async("POST", "/api/deployments/support/rollback", body={})
+            assert [(each["canary"], each["weight"]) for each in await names.shown()] == [(0.0, 100), (0.0, 0)]
+            await plane.ask_async("POST", "/api/deployments/support/promote", body={"revision": 2})
+            assert {(await names.ask()).json()["text"] for _ in range(10)} == {"new"}
+
+    asyncio.run(play())
+
+
+def test_feedback_reaches_the_replica_that_gave_the_answer_and_is_counted_once(plane: Served):
+    names = Names(plane)
+    names.deploy(feedback=True)
+
+    async def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path != "/v1/feedback":
+            return await saying("here")(path, body)
+        if body["id"] == "chatcmpl-x.support@1":
+            return 200, {"id": body["id"], "choice": body.get("choice", 0), "value": float(body["value"])}
+        return 404, {"error": {"code": "chat_not_found", "message": "there is no such chat"}}
+
+    async def play() -> None:
+        async with replica(answer) as fake:
+            await names.alive(1, fake)
+            id = (await names.ask()).json()["id"]
+            for body, status in (
+                ({"id": id, "value": True}, 200), ({"id": id, "value": True}, 200),
+                ({"id": id, "value": 0.0, "choice": 1}, 200), ({"id": "chatcmpl-y.support@1", "value": True}, 404),
+                ({"id": "chatcmpl-y.support@7", "value": True}, 404), ({"id": "chatcmpl-y", "value": True}, 400),
+                ({"value": True}, 400),
+            ):  # fmt: skip
+                told = await plane.ask_async("POST", "/v1/feedback", TOKEN, body)
+                assert told.status_code == status, (body, told.text)
+            await look_once(plane.plane)
+            shown = (await names.shown())[0]
+            assert (shown["feedback"]["count"], shown["feedback"]["mean"]) == (2, 0.5)
+            assert shown["errors"]["count"] == 1  # feedback is no answer
+
+    asyncio.run(play())
+
+
+def test_a_replica_that_no_request_reaches_sleeps_and_the_next_request_wakes_it(plane: Served):
+    names = Names(plane)
+    names.deploy(keep_s=60)
+    run = plane.replica_runs()[0]
+
+    async def play() -> None:
+        async with replica(saying("awake")) as fake:
+            await names.alive(1, fake)
+            plane.now[0] += 59_000
+            await names.alive(1, fake)
+            assert (await names.ask()).status_code == 200
+            await look_once(plane.plane)
+            plane.now[0] += 59_000
+            await names.alive(1, fake)
+            await look_once(plane.plane)
+            assert await names.alive(1, fake) == "run"
+            plane.now[0] += 2_000
+            await names.alive(1, fake)
+            await look_once(plane.plane)
+            assert await names.alive(1, fake) == "stop"
+        await asyncio.to_thread(plane.close_attempt, run, "stopped")
+        shown = (await names.shown())[0]
+        assert (shown["asleep"], shown["ready"], shown["state"]) == (True, False, "stopped")
+        answer = asyncio.create_task(names.ask())
+        while (await names.shown())[0]["state"] != "queued":
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(names.start, 1)
+        async with replica(saying("again")) as fake:
+            while not answer.done():
+                await names.alive(1, fake)
+                await asyncio.sleep(0.02)
+        assert answer.result().json()["text"] == "again"
+
+    asyncio.run(play())
+
+
+def test_a_name_without_a_replica_says_when_to_ask_again(plane: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tandem.control.api.deployment_routes.WAIT_S", 0.2)
+    names = Names(plane)
+    names.deploy()
+    told = asyncio.run(names.ask())
+    assert (told.status_code, told.headers["retry-after"]) == (503, "5")
+    assert "'support@1' does not answer now" in told.text

@@ -88,7 +88,7 @@ class Agent:
                     return 128 + signal.SIGTERM
                 runs = self.home.parent / RUNS
                 if (order := claimed.serve) is not None:
-                    trainer = ServeProcess(self.home, runs / order.run, order)
+                    trainer = ServeProcess(self.home, runs / order.run, runs / claimed.run, order)
                 else:
                     trainer = RunProcess(self.home, runs / claimed.run)
                 return self._attend(claimed, trainer)

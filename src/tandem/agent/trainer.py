@@ -110,9 +110,10 @@ class RunProcess:
 class ServeProcess(RunProcess):
     """A replica: `tandem serve` of one step of a run, which checks the seal before and after it loads."""
 
-    def __init__(self, home: Path, trained: Path, order: ServeOrder) -> None:
+    def __init__(self, home: Path, trained: Path, kept: Path, order: ServeOrder) -> None:
+        """`kept`: the server's data directory, which a further attempt finds again."""
         super().__init__(home, home / "replica")
-        self._trained, self._order, self._ready = trained, order, home / "ready.json"
+        self._kept, self._trained, self._order, self._ready = kept, trained, order, home / "ready.json"
         self._http = httpx.Client(timeout=2.0, trust_env=False)  # used every second
         atomic_write.make_directory(self.run_dir, mode=atomic_write.PRIVATE)
 
@@ -125,12 +126,13 @@ class ServeProcess(RunProcess):
             return ""
 
     def _command(self, spec_toml: str) -> list[str]:
-        data_dir = self._home / "serve"
+        data_dir = self._kept
         atomic_write.make_directory(data_dir, mode=atomic_write.PRIVATE)
         atomic_write.write_bytes(data_dir / "token", self._order.token.encode(), mode=0o600)
         return [
             sys.executable, "-P", "-m", "tandem", "serve", str(self._trained), "--step", str(self._order.step),
             "--name", self._order.model, "--port", "0", "--data-dir", str(data_dir), "--ready-file", str(self._ready),
+            *(["--feedback"] if self._order.feedback else []),
         ]  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tandem.control.counts import Counts
+
 FRESH_MS = 10_000
 """How long a replica counts as there after its agent said so."""
 DRAIN_MS = 300_000
@@ -31,10 +33,17 @@ class Replicas:
     _under_way: Counter[str] = field(default_factory=Counter[str])
     _drains: dict[str, int] = field(default_factory=dict[str, int])
     """Since when a run waits for its requests."""
+    _used: dict[str, int] = field(default_factory=dict[str, int])
+    """When a request was under way last."""
+    _counts: dict[tuple[str, int], Counts] = field(default_factory=dict[tuple[str, int], Counts])
+    """By deployment and revision, since they were taken."""
     _ending: dict[str, str] = field(default_factory=dict[str, str])
     """The attempt that was told to end, by run."""
 
     def seen(self, run: str, attempt: str, url: str, now: int) -> None:
+        before = self._by_run.get(run)
+        if before is None or before.attempt != attempt:
+            self._used[run] = now
         self._by_run[run] = Replica(run, attempt, url, now)
 
     def lost(self, replica: Replica) -> None:
@@ -49,10 +58,19 @@ class Replicas:
             return None
         return found
 
+    def idle_ms(self, run: str, now: int) -> int | None:
+        """Return for how long no request was under way; None if the replica does not answer."""
+        if self.find(run, now) is None:
+            return None
+        if self._under_way[run]:
+            self._used[run] = now
+        return now - self._used.setdefault(run, now)
+
     @contextmanager
     def asked(self, run: str) -> Generator[None]:
         """Count a request as under way."""
         self._under_way[run] += 1
+        self._used.pop(run, None)
         try:
             yield
         finally:
@@ -60,8 +78,13 @@ class Replicas:
             if not self._under_way[run]:
                 del self._under_way[run]
 
-    def under_way(self, run: str) -> int:
-        return self._under_way[run]
+    def count(self, deployment: str, n: int, seconds: float, *, failed: bool) -> None:
+        """Count an answer of a revision."""
+        self._counts.setdefault((deployment, n), Counts()).add(seconds, failed=failed)
+
+    def take_counts(self) -> dict[tuple[str, int], Counts]:
+        taken, self._counts = self._counts, {}
+        return taken
 
     def may_end(self, run: str, attempt: str, now: int) -> bool:
         """Return whether the run that is asked to stop may do so now: none of its requests is under way, or DRAIN_MS is

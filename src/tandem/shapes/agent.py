@@ -68,6 +68,8 @@ class ServeOrder(Answer):
     run: str
     """The run whose directory on this machine holds the weights."""
     step: int
+    feedback: bool = False
+    """Keep each chat, and take feedback for its answers."""
     model: str
     """The name to serve it under."""
     token: str = Field(repr=False)

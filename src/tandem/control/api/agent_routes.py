@@ -101,7 +101,7 @@ class AgentRoutes:
         if run.serves is None:
             return None
         token = self.plane.callers.serve_token(attempt)
-        return ServeOrder(run=run.serves["run"], step=run.serves["step"], model=run.name, token=token)
+        return ServeOrder(model=run.name, token=token, **run.serves)
 
     async def _run_of(self, attempt: str) -> str:
         if attempt not in self._runs:

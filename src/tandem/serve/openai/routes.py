@@ -188,6 +188,8 @@ class OpenAi:
 
     def __post_init__(self) -> None:
         self.books = _Books(self.engine)
+        # A revision of a deployment, NAME@N, is named in the ids of its answers, so that their feedback finds it.
+        self._id_end = f".{self.model_id}" if "@" in self.model_id else ""
 
     def router(self, prefix: str) -> APIRouter:
         router = APIRouter(prefix=prefix)
@@ -442,7 +444,7 @@ class OpenAi:
     def _head(self, job: SampleJob, layout: ResponseLayout, kind: str, version: int) -> dict[str, Any]:
         session = {"session_id": job.opened.session} if job.opened.session else {}
         return {
-            "id": layout.id_prefix + uuid.uuid4().hex,
+            "id": layout.id_prefix + uuid.uuid4().hex + self._id_end,
             "object": kind,
             "created": int(time.time()),
             "model": self.model_id,
