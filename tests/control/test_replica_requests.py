@@ -121,7 +121,11 @@ def test_a_replica_that_cannot_be_reached_is_asked_again_where_it_is_next(plane:
 
 
 def test_weights_share_the_requests_out_and_a_session_stays_with_its_revision():
-    found = [Candidate("d", 1, "r1", weight=70), Candidate("d", 2, "r2", weight=30), Candidate("d", 3, "r3", 0, canary=0.1)]
+    found = [
+        Candidate("d", 1, "r1", weight=70),
+        Candidate("d", 2, "r2", weight=30),
+        Candidate("d", 3, "r3", 0, canary=0.1),
+    ]
     names = [str(number) for number in range(4000)]
     shares = Counter(pick(found, name, lambda _: True).n for name in names)
     assert shares[1] / 4000 == pytest.approx(0.63, abs=0.03)
