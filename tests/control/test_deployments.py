@@ -56,6 +56,9 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
         assert told("deployments").split() == ["support@1", f"{run}@2", "weight", "100", "ready"]
         assert json.loads(told("deployments", "support", "--json"))[0]["revisions"][0]["step"] == 2
         assert revision_of("support") == "support@1"
+        talked = CliRunner().invoke(app, ["chat", "support", "--max-tokens", "4"], input="hi\n/exit\n")
+        assert not talked.exit_code, talked.output
+        assert "(support@1)" in talked.output
         stream = ask.chat.completions.create(
             model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True
         )

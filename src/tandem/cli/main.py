@@ -297,13 +297,20 @@ def serve(
 
 @app.command()
 def chat(
-    source: Source,
+    source: Annotated[
+        str, typer.Argument(metavar="DIR", help="Run directory, model directory, hub id, or name of a deployment.")
+    ],
     temperature: Annotated[float, typer.Option(min=0, max=10, help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one answer.")] = 512,
     system: Annotated[str, typer.Option(help="System message. Default: none.")] = "",
     thinking: Thinking = False,
 ) -> None:
     """Chat with a model in the terminal."""
+    from tandem.serve.deployment_chat import chat_with_deployment, is_deployment
+
+    if is_deployment(source):
+        chat_with_deployment(source, temperature=temperature, max_tokens=max_tokens, system=system)
+        return
     from tandem.recipes.serve import chat_with
 
     chat_with(source, temperature=temperature, max_tokens=max_tokens, system=system, thinking=thinking)
