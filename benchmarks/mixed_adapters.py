@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import note, table
 
+from common import note, table
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.ops.digest import fingerprints
 from tandem.types import Sampling
@@ -73,7 +74,7 @@ async def measure(size: tuple[int, int, int, int], options: argparse.Namespace) 
         )
         # A step tells one token of every row.
         steps = times[:: options.adapters]
-        return statistics.median(after - before for before, after in zip(steps[1:], steps[2:], strict=False))
+        return statistics.median(after - before for before, after in itertools.pairwise(steps[1:]))
 
     kinds: dict[str, Callable[[int], str]] = {
         "base": lambda row: "", "one adapter": lambda row: "a0", "each its own": lambda row: f"a{row}",

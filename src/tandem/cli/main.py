@@ -286,13 +286,25 @@ def serve(
         int | None, typer.Option(min=0, help="Serve a run's checkpoint of this step. Default: its final weights.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name to serve it under. Default: the directory's.")] = "",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR", help="Serve a LoRA adapter of it, too: a directory, RUN or RUN@STEP. Repeatable."
+        ),
+    ] = None,
+    adapters_file: Annotated[
+        Path | None, typer.Option(help="JSON file, {NAME: DIR}, of more adapters; it is read again when it changes.")
+    ] = None,
 ) -> None:
     """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
     from tandem.recipes.serve import default_data_dir, serve_model
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
-    serve_model(source, listen, thinking=thinking, feedback=feedback, step=step, name=name)
+    serve_model(
+        source, listen, thinking=thinking, feedback=feedback, step=step, name=name, adapters=adapter or (),
+        adapters_file=adapters_file,
+    )  # fmt: skip
 
 
 @app.command()
