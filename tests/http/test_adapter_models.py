@@ -85,35 +85,29 @@ def test_an_adapter_of_the_last_step_answers_as_the_export_that_has_it_merged(tr
 def test_sources_that_are_none_are_refused(trained: Path, tmp_path: Path):
     with pytest.raises(SpecError, match="write NAME=DIR"):
         AdapterTable([], ["name"], None)
+    _, engine = load_model(trained, 0, HfEngineSpec(), thinking=False, inline=True)
     for source, error, why in (
         (str(tmp_path), RunError, "no LoRA adapter can be read"),
         (f"{trained}@9", Unproven, "has no checkpoint of step 9"),
     ):
-
-        async def begin(source: str = source) -> None:
-            _, engine = load_model(trained, 0, HfEngineSpec(), thinking=False, inline=True)
-            await AdapterTable([], [f"x={source}"], None).begin(engine)
-
         with pytest.raises(error, match=why):
-            asyncio.run(asyncio.to_thread(asyncio.run, begin()))
+            asyncio.run(AdapterTable([], [f"x={source}"], None).begin(engine))
 
 
 def test_a_server_takes_adapters_on_and_gives_them_up_while_it_answers(trained: Path, tmp_path: Path):
     file, ready = tmp_path / "adapters.json", tmp_path / "ready.json"
     file.write_text(json.dumps({"two": f"{trained}@2"}))
     command = [
-        sys.executable, "-P", "-m", "tandem", "serve", str(trained), "--step", "1", "--name", "support@1", "--port", "0",
-        "--data-dir", str(tmp_path / "data"), "--ready-file", str(ready), "--adapters-file", str(file),
+        sys.executable, "-P", "-m", "tandem", "serve", str(trained), "--step", "1", "--name", "support@1",
+        "--port", "0", "--data-dir", str(tmp_path / "data"), "--ready-file", str(ready), "--adapters-file", str(file),
         "--adapter", f"three={trained}@3",
     ]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=env) as server:
+    with subprocess.Popen(command, env=env) as server, httpx.Client(timeout=60) as client:
         try:
             until(ready.exists)
-            url = json.loads(ready.read_text())["url"]
-            client = httpx.Client(
-                base_url=url, headers={"Authorization": f"Bearer {(tmp_path / 'data/token').read_text()}"}, timeout=60
-            )
+            client.base_url = json.loads(ready.read_text())["url"]
+            client.headers["Authorization"] = f"Bearer {(tmp_path / 'data/token').read_text()}"
 
             def versions() -> dict[str, int]:
                 return {each["id"]: each["weight_version"] for each in client.get("/v1/models").json()["data"]}
