@@ -168,3 +168,43 @@ def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_re
         told("deploy", f"{run}@1", "--name", "support", "--canary", "50%")
         assert "canary 50 %" in told("deployments", "support")
         told("undeploy", "support")
+
+
+def test_adapters_of_one_run_are_served_by_one_process_and_promoted_within_seconds(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    run = control.submit(2, model={"preset": "tiny", "lora": {"rank": 4}})
+    until(lambda: control.state(run) == "succeeded", 240)
+    url = f"http://127.0.0.1:{control.port}"
+    ask = openai.OpenAI(base_url=f"{url}/v1", api_key=control.key("chat"), max_retries=8)
+
+    def versions_of(model: str) -> tuple[str, list[list[int]]]:
+        told = ask.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=4
+        ).model_dump()
+        return told["model"], [version for version, _ in told["choices"][0]["weight_versions"]]
+
+    with Tandem(url, control.token) as server:
+        server.deploy(run, 1, name="support")
+        assert versions_of("support") == ("support@1", [1])
+        server.deploy(run, 2, name="support")
+        until(lambda: server.deployment("support").revisions[1].ready, 60)
+        server.promote("support", 2)
+        assert versions_of("support") == ("support@2", [2])
+        assert versions_of("support@1") == ("support@1", [1])
+        server.deploy(run, 2, name="sales")
+        until(lambda: server.deployment("sales").revisions[0].ready, 60)
+        weights = control.directory(run) / "checkpoints/step-1/deploy/adapter_model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+        server.deploy(run, 1, name="support")
+        until(lambda: "adapter_model.safetensors" in server.deployment("support").revisions[2].why, 60)
+        assert not server.deployment("support").revisions[2].ready
+        assert len(control.processes("serve", "support@1")) == len(
+            control.processes("serve")
+        )  # one server, and its keeper
+        server.undeploy("support")
+        assert versions_of("sales") == ("sales@1", [2])
+        server.undeploy("sales")
+        until(lambda: not control.processes("serve"), 60)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_replica import FakeReplica, replica, saying
-from plane import TOKEN, Served, served
+from plane import SPEC, TOKEN, Served, served
 
 from tandem.control.api.deployment_routes import pick
 from tandem.control.api.upkeep import look_once
@@ -28,8 +28,8 @@ def plane(tmp_path: Path) -> Iterator[Served]:
 class Names:
     """A name with revisions, each with a claimed attempt whose agent the test plays."""
 
-    def __init__(self, plane: Served) -> None:
-        self.plane, self.run = plane, plane.submit()
+    def __init__(self, plane: Served, **more: Any) -> None:
+        self.plane, self.run = plane, plane.submit(**more)
         self.agents: dict[int, tuple[str, str]] = {}
 
     def deploy(self, **more: Any) -> int:
@@ -266,3 +266,47 @@ def test_a_name_without_a_replica_says_when_to_ask_again(plane: Served, monkeypa
     told = asyncio.run(names.ask())
     assert (told.status_code, told.headers["retry-after"]) == (503, "5")
     assert "'support@1' does not answer now" in told.text
+
+
+LORA = SPEC.replace('{ preset = "tiny" }', '{ preset = "tiny", lora = { rank = 4 } }')
+
+
+def test_adapters_of_one_base_share_a_replica_and_others_do_not(plane: Served):
+    names = Names(plane, spec_toml=LORA)
+    names.deploy()
+    another = plane.submit(spec_toml=LORA.replace("rank = 4", "rank = 8"))
+    plane.made("/api/deployments", {"name": "support", "run": another, "step": 7})
+    plane.made("/api/deployments", {"name": "sales", "run": another, "step": 8})
+    first, *rest = plane.replica_runs()
+    assert rest == [first, first]
+    for spec in (SPEC, LORA.replace("tiny", "small"), f"seed = 5\n{LORA}"):
+        other = plane.submit(spec_toml=spec)
+        plane.made("/api/deployments", {"name": "apart", "run": other, "step": 1})
+    plane.made("/api/deployments", {"name": "apart", "run": another, "step": 1, "feedback": True})
+    assert len(set(plane.replica_runs())) == 5
+
+    async def play() -> None:
+        async with replica(saying("here")) as fake:
+            attempt, token = names.agents[1]
+            body = {"instance": "i", "serving": fake.url, "served": {"support@1": ""}}
+            path = f"/api/attempts/{attempt}/append"
+            told = (await plane.ask_async("POST", path, token, body)).json()
+            assert told["adapters"] == [
+                {"model": "sales@1", "run": another, "step": 8}, {"model": "support@1", "run": names.run, "step": 1},
+                {"model": "support@2", "run": another, "step": 7},
+            ]  # fmt: skip
+            assert [each["ready"] for each in await names.shown()] == [True, False]
+            assert (await names.shown())[1]["why"] == "its replica is loading it"
+            refused = await plane.ask_async("POST", "/api/deployments/support/promote", body={"revision": 2})
+            assert refused.status_code == 409
+            body["served"] = {"support@1": "", "support@2": "", "sales@1": "step 8 is not served"}
+            await plane.ask_async("POST", path, token, body)
+            assert (await names.ask("support@2")).json()["model"] == "support@2"
+            shown = (await plane.ask_async("GET", "/api/deployments/sales")).json()["revisions"][0]
+            assert (shown["ready"], shown["why"]) == (False, "step 8 is not served")
+            await plane.ask_async("POST", "/api/deployments/support/undeploy", body={})
+            assert (await plane.ask_async("POST", path, token, body)).json()["want"] == "run"  # sales is there
+            await plane.ask_async("POST", "/api/deployments/sales/undeploy", body={})
+            assert (await plane.ask_async("POST", path, token, body)).json()["want"] == "stop"
+
+    asyncio.run(play())

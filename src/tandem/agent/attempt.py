@@ -114,10 +114,10 @@ class Agent:
     def _exchange(self, shipper: Shipper, trainer: RunProcess) -> bool:
         """Renew the lease and send what grew; return whether more is there."""
         pieces = shipper.pieces()
-        sign, serving = _sign(trainer.run_dir), ""
+        sign, serving, served = _sign(trainer.run_dir), "", dict[str, str]()
         if isinstance(trainer, ServeProcess) and (serving := trainer.url()):
-            sign = SignOfLife(ticks=int(time.time()), limit_s=60.0, stage="serve")
-        body = AppendBody(instance=self._instance, sign=sign, serving=serving, pieces=tuple(pieces))
+            sign, served = SignOfLife(ticks=int(time.time()), limit_s=60.0, stage="serve"), trainer.served()
+        body = AppendBody(instance=self._instance, sign=sign, serving=serving, served=served, pieces=tuple(pieces))
         try:
             told = self.link.ask("append", body, Appended)
         except RunError as error:
@@ -128,6 +128,8 @@ class Agent:
         if told is None:
             return False
         shipper.answered(told.streams)
+        if isinstance(trainer, ServeProcess):
+            trainer.serve_beside(told.adapters)
         self._want = told.want
         return bool(shipper.pieces())
 

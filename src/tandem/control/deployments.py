@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -12,6 +15,7 @@ from sqlalchemy.orm import Session
 from tandem.control import counts, transitions
 from tandem.control.callers import Caller
 from tandem.control.counts import Counts
+from tandem.control.decide import ENDED
 from tandem.control.ids import new_id
 from tandem.control.queries import visible_run
 from tandem.control.replicas import Replicas
@@ -45,20 +49,56 @@ def deploy(session: Session, caller: Caller, body: DeployBody, usd_per_hour: flo
             f"canary = {body.canary:g}: {body.name}@{tried} is tried already; promote it, or roll back", field="canary"
         )
     n = max((each.n for each in others), default=0) + 1
-    serves = {"run": run.id, "step": body.step, "feedback": body.feedback}
+    base = base_of(run.spec_toml)
+    serves = {"run": run.id, "step": body.step, "feedback": body.feedback, "base": base}
     asked = transitions.Submitted(
         caller.org, f"{body.name}@{n}", run.spec_toml, run.target, project=run.project, created_by=caller.key,
         usd_per_hour=usd_per_hour, retries=_RESTARTS, serves=serves,
     )  # fmt: skip
+    shared = _over_the_same_base(session, run, base, body.feedback)
     session.add(
         Revision(
             deployment=row.id, n=n, org=caller.org, at=now, run=run.id, step=body.step,
-            replica=transitions.submit(session, asked, now), weight=body.weight or (WHOLE if n == 1 else 0),
+            replica=shared or transitions.submit(session, asked, now), weight=body.weight or (WHOLE if n == 1 else 0),
             canary=body.canary, keep_s=body.keep_s, why="", counts={}, beside={},
         )
     )  # fmt: skip
     session.flush()
     return row.id
+
+
+def base_of(spec_toml: str) -> str:
+    """Return a text that is the same for runs that train adapters over the same base: the same [model], but for what is
+    trained. Empty for a run whose base is not served under adapters."""
+    spec = tomllib.loads(spec_toml)
+    model = {**spec.get("model", {})}
+    lora = model.pop("lora", None)
+    if lora is None or lora.get("base", "exact") != "exact":
+        return ""
+    seed = spec.get("seed", 0) if "preset" in model else 0
+    return hashlib.sha256(json.dumps([model, seed], sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _over_the_same_base(session: Session, run: Run, base: str, feedback: bool) -> str:
+    """Return the run of a replica that can serve an adapter over this base, too; empty if there is none."""
+    asked = sa.select(Run).where(
+        Run.org == run.org, Run.project == run.project, Run.target == run.target, Run.serves.is_not(None),
+        Run.state.not_in(ENDED), Run.want == "run", Run.id.in_(sa.select(Revision.replica)),
+    )  # fmt: skip
+    for each in session.scalars(asked.order_by(Run.at)) if base else ():
+        serves = each.serves or {}
+        if (serves.get("base"), serves.get("feedback", False)) == (base, feedback):
+            return each.id
+    return ""
+
+
+def of_replica(session: Session, replica: str) -> list[tuple[str, str, int]]:
+    """Return name, run and step of the revisions that a replica serves."""
+    asked = sa.select(Deployment.name, Revision.n, Revision.run, Revision.step).where(
+        Revision.replica == replica, Revision.deployment == Deployment.id
+    )
+    found = cast("list[tuple[str, int, str, int]]", session.execute(asked.order_by(Deployment.name, Revision.n)).all())
+    return [(f"{name}@{n}", run, step) for name, n, run, step in found]
 
 
 def find(session: Session, caller: Caller, name: str) -> Deployment:
@@ -83,7 +123,7 @@ def info(session: Session, row: Deployment, replicas: Replicas, now: int) -> Dep
     items, rated = list[RevisionInfo](), _rated(session, row.id)
     for each in _revisions(session, row.id):
         run = session.get_one(Run, each.replica)
-        seen = Counts(**each.counts)
+        seen, model = Counts(**each.counts), f"{row.name}@{each.n}"
         fine = seen.requests - seen.errors
         low, high = counts.wilson(seen.errors, seen.requests)
         errors = Measured(
@@ -91,8 +131,9 @@ def info(session: Session, row: Deployment, replicas: Replicas, now: int) -> Dep
         )  # fmt: skip
         items.append(
             RevisionInfo(
-                n=each.n, run=each.run, step=each.step, weight=each.weight, state=run.state, why=run.why or each.why,
-                ready=replicas.find(each.replica, now) is not None, at=each.at, asleep=_is_asleep(each, run),
+                n=each.n, run=each.run, step=each.step, weight=each.weight, state=run.state,
+                why=run.why or each.why or replicas.why_not(each.replica, model),
+                ready=replicas.find(each.replica, now, model) is not None, at=each.at, asleep=_is_asleep(each, run),
                 canary=each.canary, keep_s=each.keep_s, errors=errors,
                 seconds=_measured(fine, seen.seconds, seen.squares),
                 feedback=_measured(*rated.get(each.n, (0, 0.0, 0.0))),
@@ -142,8 +183,9 @@ def _set_weights(session: Session, row: Deployment, weights: dict[int, int], rep
     revisions = _revisions(session, row.id)
     for each in revisions:
         run = session.get_one(Run, each.replica)
-        if weights.get(each.n) and replicas.find(each.replica, now) is None and not _is_asleep(each, run):
-            why = run.why
+        model = f"{row.name}@{each.n}"
+        if weights.get(each.n) and replicas.find(each.replica, now, model) is None and not _is_asleep(each, run):
+            why = run.why or replicas.why_not(each.replica, model)
             raise Conflict(f"{row.name}@{each.n} does not answer yet{f': {why}' if why else ''}", field="revision")
     before = {str(each.n): each.weight for each in revisions if each.weight}
     for each in revisions:
@@ -153,10 +195,15 @@ def _set_weights(session: Session, row: Deployment, weights: dict[int, int], rep
 
 
 def undeploy(session: Session, row: Deployment, now: int) -> None:
-    """Take the name away. Its replicas are asked to end, and answer what they have begun."""
-    for each in _revisions(session, row.id):
-        transitions.ask_to_end(session, each.org, each.replica, "stop", now)
+    """Take the name away. Its replicas are asked to end, and answer what they have begun. One that also serves other
+    names goes on."""
+    revisions = _revisions(session, row.id)
+    for each in revisions:
         session.delete(each)
+    session.flush()
+    for replica, org in {each.replica: each.org for each in revisions}.items():
+        if session.scalar(sa.select(sa.func.count()).where(Revision.replica == replica)) == 0:
+            transitions.ask_to_end(session, org, replica, "stop", now)
     session.execute(sa.delete(Rating).where(Rating.deployment == row.id))
     session.flush()
     session.delete(row)
@@ -224,7 +271,9 @@ def rate(session: Session, choice: Candidate, answer: str, value: float, now: in
 def idle(session: Session, idle_ms: Callable[[str], int | None]) -> list[tuple[str, str]]:
     """Return org and id of the runs whose replicas no request has reached for too long. `idle_ms`: of a run's replica;
     None where none answers."""
-    asked = sa.select(Revision.org, Revision.replica, Revision.keep_s).where(Revision.keep_s > 0)
+    shortest, longest = sa.func.min(Revision.keep_s), sa.func.max(Revision.keep_s)
+    asked = sa.select(Revision.org, Revision.replica, longest).group_by(Revision.org, Revision.replica)
+    asked = asked.having(shortest > 0)
     return [
         (org, run)
         for org, run, keep_s in cast("list[tuple[str, str, int]]", session.execute(asked).all())

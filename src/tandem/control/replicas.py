@@ -5,7 +5,7 @@ restarted knows it again within a second, and no request of the one before is un
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,6 +23,14 @@ class Replica:
     attempt: str
     url: str
     at: int
+    served: Mapping[str, str] | None = None
+    """The models that it has: empty, or why one is refused. None: it has its own only."""
+
+    def why_not(self, model: str) -> str | None:
+        """Return why it does not have a model; None if it has it."""
+        if self.served is None:
+            return None
+        return self.served.get(model, "its replica is loading it") or None
 
 
 @dataclass
@@ -40,23 +48,28 @@ class Replicas:
     _ending: dict[str, str] = field(default_factory=dict[str, str])
     """The attempt that was told to end, by run."""
 
-    def seen(self, run: str, attempt: str, url: str, now: int) -> None:
+    def seen(self, run: str, attempt: str, url: str, now: int, served: Mapping[str, str] | None = None) -> None:
         before = self._by_run.get(run)
         if before is None or before.attempt != attempt:
             self._used[run] = now
-        self._by_run[run] = Replica(run, attempt, url, now)
+        self._by_run[run] = Replica(run, attempt, url, now, served)
 
     def lost(self, replica: Replica) -> None:
         """Forget a replica that did not answer, until its agent says again that it does."""
         if self._by_run.get(replica.run) == replica:
             del self._by_run[replica.run]
 
-    def find(self, run: str, now: int) -> Replica | None:
-        """Return the replica of a run; None if it does not answer, or was told to end."""
+    def find(self, run: str, now: int, model: str = "") -> Replica | None:
+        """Return the replica of a run; None if it does not answer, was told to end, or does not have this model."""
         found = self._by_run.get(run)
         if found is None or now - found.at > FRESH_MS or self._ending.get(run) == found.attempt:
             return None
-        return found
+        return found if not model or found.why_not(model) is None else None
+
+    def why_not(self, run: str, model: str) -> str:
+        """Return why the replica of a run does not have a model, as far as its agent said so."""
+        found = self._by_run.get(run)
+        return (found.why_not(model) if found else "") or ""
 
     def idle_ms(self, run: str, now: int) -> int | None:
         """Return for how long no request was under way; None if the replica does not answer."""

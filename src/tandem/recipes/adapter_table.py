@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from tandem.agent.trainer import TOLD
 from tandem.build import served_adapters
 from tandem.errors import CheckpointDamaged, SpecError, TandemError, Unproven
 from tandem.io import atomic_write
@@ -25,7 +26,6 @@ from tandem.serve.openai.adapter_models import AdapterModel
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.2
-TOLD = ".told"
 
 
 def find_step(run_dir: Path, step: int) -> tuple[str, str, int]:

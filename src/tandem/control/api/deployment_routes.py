@@ -199,8 +199,8 @@ class DeploymentRoutes:
         plain, began, counts = name.partition("@")[0], time.monotonic(), path != FEEDBACK
         while True:
             found = await self.plane.store.read(lambda session: deployments.candidates(session, caller, name))
-            choice = pick(found, session_id, lambda each: self._find(each) is not None)
-            replica, revision = self._find(choice), f"{plain}@{choice.n}"
+            choice = pick(found, session_id, lambda each: self._find(plain, each) is not None)
+            replica, revision = self._find(plain, choice), f"{plain}@{choice.n}"
             if replica is not None:
                 sent = {**body, "model": revision} if counts else body
                 tally = self._tally(choice) if counts else None
@@ -216,8 +216,8 @@ class DeploymentRoutes:
                 raise RequestRefused(503, f"'{revision}' does not answer now; ask again", retry_after_s=5.0)
             await asyncio.sleep(_POLL_S)
 
-    def _find(self, choice: Candidate) -> Replica | None:
-        return self.plane.replicas.find(choice.replica, self.plane.clock())
+    def _find(self, name: str, choice: Candidate) -> Replica | None:
+        return self.plane.replicas.find(choice.replica, self.plane.clock(), f"{name}@{choice.n}")
 
     def _tally(self, choice: Candidate) -> Tally:
         return partial(self.plane.replicas.count, choice.deployment, choice.n)
