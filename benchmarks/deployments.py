@@ -5,7 +5,8 @@ connections ask the name while `promote` sends all requests to the other revisio
 requests that were lost, and the answers that are not of one revision: the header, the answer's own model, the version
 of each of its tokens and, with a seed of its own, its tokens must be those of the same revision. A request that begins
 after a promote has returned must be answered by the promoted revision. Then it lets the replica sleep, and measures how
-long a request that wakes it takes, beside the time in which `tandem serve` alone loads the same weights.
+long a request that wakes it takes, beside the time in which `tandem serve` alone loads the same weights. Last it
+deploys and promotes adapters over a base that runs already.
 """
 
 from __future__ import annotations
@@ -229,11 +230,40 @@ def wakes(server: Server, client: Tandem, run: str, options: argparse.Namespace)
     table(["`tandem serve` loads, s", "a request that wakes it, s", "more", "status"], rows)
 
 
+# --- adapters
+
+
+def adapters(server: Server, client: Tandem, run: str, options: argparse.Namespace) -> None:
+    """Time from `deploy` of a further adapter over a running base until the promoted name answers with it."""
+    client.deploy(run, 1, name="adapted")
+    until(lambda: client.deployment("adapted").revisions[0].ready)
+    taken = list[float]()
+    for number in range(options.adapters):
+        began = time.monotonic()
+        made = client.deploy(run, 2 + number % 5, name="adapted").revisions[-1]
+        until(lambda n=made.n: client.deployment("adapted").revisions[n - 1].ready)
+        client.promote("adapted", made.n)
+        told = httpx.post(
+            f"{server.url}/v1/chat/completions", headers={"Authorization": f"Bearer {server.token}"}, timeout=60,
+            json={"model": "adapted", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+        )  # fmt: skip
+        taken.append(time.monotonic() - began)
+        assert (told.status_code, told.headers["x-tandem-revision"]) == (200, f"adapted@{made.n}")
+        assert told.json()["weight_version"] == made.step
+    client.undeploy("adapted")
+    taken.sort()
+    text = f"median {statistics.median(taken):.1f} s, most {taken[-1]:.1f} s"
+    table(
+        ["an adapter on a running base", "from `deploy` to its answer after `promote`"], [[f"{len(taken)} times", text]]
+    )
+
+
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--requests", type=int, default=10_000)
     asked.add_argument("--connections", type=int, default=32)
     asked.add_argument("--wakes", type=int, default=3)
+    asked.add_argument("--adapters", type=int, default=10)
     options = asked.parse_args()
     note("Deployments: flips under load, and waking")
     with tempfile.TemporaryDirectory() as home:
@@ -241,11 +271,14 @@ def main() -> None:
         try:
             with Tandem(server.url, server.token) as client:
                 (environment := Path(home) / "ascii.py").write_text(ENVIRONMENT)
-                run = client.submit(SPEC | {"environment": {"name": str(environment)}}, target="here")
-                ended = run.wait()
-                assert ended.state == "succeeded", ended
-                flips(server, client, run.id, options)
-                wakes(server, client, run.id, options)
+                spec = SPEC | {"environment": {"name": str(environment)}}
+                lora = spec | {"model": {"preset": "tiny", "lora": {"rank": 8}}}
+                for each, parts in ((spec, (flips, wakes)), (lora, (adapters,))):
+                    run = client.submit(each, target="here")
+                    ended = run.wait()
+                    assert ended.state == "succeeded", ended
+                    for part in parts:
+                        part(server, client, run.id, options)
         finally:
             server.close()
 

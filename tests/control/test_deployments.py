@@ -52,6 +52,8 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
             return found.output
 
         told("deploy", f"{run}@2", "--name", "support")
+        assert f"{run}@3" in told("deploy", run, "--name", "last")  # its last saved step
+        told("undeploy", "last")
         until(lambda: is_ready(1), 120)
         assert told("deployments").split() == ["support@1", f"{run}@2", "weight", "100", "ready"]
         assert json.loads(told("deployments", "support", "--json"))[0]["revisions"][0]["step"] == 2

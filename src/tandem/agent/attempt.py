@@ -52,6 +52,7 @@ FENCED = 75
 RUNS = "runs"
 """Beside the jobs' directories: a run's directory outlives the job, and a further attempt resumes it."""
 _EVERY_S = 1.0
+_STARTS_S = 0.2
 _CANCEL_S = 4.0
 _PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
 _STATE = "agent.json"
@@ -107,7 +108,8 @@ class Agent:
         while (code := trainer.exit_code()) is None:
             self._wake.clear()
             if not self._exchange(shipper, trainer):
-                self._wake.wait(self.every_s)
+                starts = isinstance(trainer, ServeProcess) and not trainer.answers  # requests may wait for it
+                self._wake.wait(min(self.every_s, _STARTS_S) if starts else self.every_s)
             self._pass_on(trainer)
         return self._tell_the_end(shipper, trainer, code)
 

@@ -116,6 +116,8 @@ class ServeProcess(RunProcess):
         """`kept`: the server's data directory, which a further attempt finds again."""
         super().__init__(home, home / "replica")
         self._kept, self._trained, self._order, self._ready = kept, trained, order, home / "ready.json"
+        self.answers = False
+        """As `url` found it last."""
         self._adapters, self._wanted = home / "adapters.json", dict[str, str]()
         self._http = httpx.Client(timeout=2.0, trust_env=False)  # used every second
         atomic_write.make_directory(self.run_dir, mode=atomic_write.PRIVATE)
@@ -124,9 +126,11 @@ class ServeProcess(RunProcess):
         """Return where it answers; empty if it does not."""
         try:
             url = str(cast("dict[str, Any]", read_json(self._ready))["url"])
-            return url if self._http.get(f"{url}/health").status_code == 200 else ""
+            self.answers = self._http.get(f"{url}/health").status_code == 200
         except (OSError, ValueError, KeyError, httpx.HTTPError):
+            self.answers = False
             return ""
+        return url if self.answers else ""
 
     def served(self) -> dict[str, str]:
         """Return the models that it has: empty, or why one is refused."""

@@ -10,6 +10,7 @@ import typer
 from tandem.cli.options import AsJson
 
 if TYPE_CHECKING:
+    from tandem.client import RemoteRun
     from tandem.shapes.deployments import DeploymentInfo, Measured
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a deployment.")]
@@ -36,12 +37,31 @@ def deploy(
     if step and not (step.isascii() and step.isdigit()):
         raise typer.BadParameter(f"'{run}': write the step as a number, as in {run_id}@20")
     with Tandem() as server:
-        number = int(step) if step else server.run(run_id).info().step
+        number = int(step) if step else _last_saved(server.run(run_id))
         made = server.deploy(
             run_id, number, name=name, weight=weight, canary=_share(canary), keep_s=keep_s, feedback=feedback,
             target=target,
         )  # fmt: skip
         _show(made, as_json)
+
+
+def _last_saved(run: RemoteRun) -> int:
+    """Return the last step that the run saved; say so if it is not its last step."""
+    from tandem.errors import ControlNotKnown
+
+    text, last = b"", run.info().step
+    try:
+        while len(text) < (read := run.read("events.jsonl", len(text)))[2] and read[0]:
+            text += read[0]
+    except ControlNotKnown:  # it has no events yet
+        pass
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+    saved = [int(row["step"]) for row in rows if row.get("stage") == "checkpoint"]
+    if not saved:
+        raise typer.BadParameter(f"'{run.id}' has saved no step yet, so there is nothing to deploy")
+    if saved[-1] != last:
+        typer.echo(f"step {last} of {run.id} was not saved; step {saved[-1]} is deployed", err=True)
+    return saved[-1]
 
 
 def deployments(
