@@ -157,7 +157,7 @@ def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_re
         assert not control.processes("serve", "support@1")
         shown = told("deployments")
         assert "asleep" in shown
-        assert "failed 0 of 3 (0 %, 0 to 56 %)" in shown
+        assert "failed   0 of 3 (0 %, 0 to 56 %)" in shown
         assert "feedback 0.667 (" in shown
         again = chat()  # wakes it
         assert again not in ids

@@ -120,7 +120,8 @@ def _show(found: DeploymentInfo, as_json: bool) -> None:
         why = f": {each.why}" if each.why and not each.asleep else ""
         typer.echo(f"{found.name}@{each.n}  {each.run}@{each.step}  {share}  {state}{why}")
         if each.errors.count:
-            typer.echo(f"  failed {_rate(each.errors)}, seconds {_mean(each.seconds)}, feedback {_mean(each.feedback)}")
+            typer.echo(f"  failed   {_rate(each.errors)}")
+            typer.echo(f"  seconds  {_mean(each.seconds)}\n  feedback {_mean(each.feedback)}")
 
 
 def _rate(of: Measured) -> str:
