@@ -52,10 +52,10 @@ def find_adapter(source: str) -> tuple[Path, int]:
 
 
 class AdapterTable:
-    def __init__(self, own: Sequence[str], named: Sequence[str], file: Path | None) -> None:
+    def __init__(self, own: Sequence[str], named: Sequence[str], file: str | Path | None) -> None:
         """`own`, `named`: NAME=SOURCE; SpecError if one is not."""
         self.models: dict[str, AdapterModel] = {}
-        self._file, self._text = file, ""
+        self._file, self._text = None if file is None else Path(file), ""
         self._sources: dict[str, str] = {}
         self._fixed = dict(map(_pair, (*own, *named)))
         self._task: asyncio.Task[None] | None = None

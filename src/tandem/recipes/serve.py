@@ -33,7 +33,7 @@ from tandem.types import Sampling
 def serve_model(
     source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False,
     feedback: bool = False, step: int | None = None, name: str = "", adapters: Sequence[str] = (),
-    adapters_file: Path | None = None,
+    adapters_file: str | Path | None = None,
 ) -> None:  # fmt: skip
     """Serve a model over OpenAI's API until SIGTERM or Ctrl-C. `feedback`: keep each chat in the data directory, and
     take thumbs for its id. `step`: the checkpoint of a run to serve; its files are checked by its seal before and after
