@@ -43,6 +43,7 @@ BODIES: dict[str, Any] = {
     "/v1/completions": {"model": "hidden-name", "prompt": "p"},
     "/v1/responses": {"model": "hidden-name", "input": "p"},
     "/v1/embeddings": {"model": "hidden-name", "input": "p"},
+    "/v1/feedback": {"id": "chatcmpl-1.hidden-name@1", "value": True},
     "/api/attempts/{id}/claim": {"instance": "thief"},
     "/api/attempts/{id}/append": {"instance": "thief", "pieces": [piece("log.txt", 1, 0, b"x")]},
     "/api/attempts/{id}/end": {"instance": "thief", "state": "failed"},
@@ -54,7 +55,9 @@ ANOTHERS_NAME = {("post", "/api/packages")}
 """The name begins with another org's."""
 WITHOUT_KEY = {"/health", "/openapi.json", *page_paths()}
 OF_TWO_RUNS = {"/api/views/compare"}
-NAMED_IN_BODY = {"/api/deployments", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"}
+NAMED_IN_BODY = {
+    "/api/deployments", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/feedback",
+}  # fmt: skip
 OPERATORS = {("post", "/api/orgs"), ("get", "/metrics")}
 
 

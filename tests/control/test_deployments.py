@@ -16,6 +16,7 @@ from whole_way import Control, until
 from tandem.cli.main import app
 from tandem.client import Tandem
 from tandem.errors import ControlConflict, ControlNotKnown
+from tandem.shapes.deployments import RevisionInfo
 
 
 @pytest.fixture
@@ -51,10 +52,15 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
             return found.output
 
         told("deploy", f"{run}@2", "--name", "support")
+        assert f"{run}@3" in told("deploy", run, "--name", "last")  # its last saved step
+        told("undeploy", "last")
         until(lambda: is_ready(1), 120)
         assert told("deployments").split() == ["support@1", f"{run}@2", "weight", "100", "ready"]
         assert json.loads(told("deployments", "support", "--json"))[0]["revisions"][0]["step"] == 2
         assert revision_of("support") == "support@1"
+        talked = CliRunner().invoke(app, ["chat", "support", "--max-tokens", "4"], input="hi\n/exit\n")
+        assert not talked.exit_code, talked.output
+        assert "(support@1)" in talked.output
         stream = ask.chat.completions.create(
             model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True
         )
@@ -86,7 +92,16 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
         assert revision_of("support") == "support@1"
 
         assert [each.id for each in server.runs()] == [run]
-        told("undeploy", "support")
+        streams = [
+            ask.chat.completions.create(
+                model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=200, stream=True, n=8
+            )
+            for _ in range(4)
+        ]
+        told("undeploy", "support")  # what has begun is answered
+        for each in streams:
+            ends = [piece.choices[0].finish_reason for piece in each if piece.choices]
+            assert len([end for end in ends if end in ("stop", "length")]) == 8
         with pytest.raises(ControlNotKnown):
             server.deployment("support")
         with pytest.raises(openai.NotFoundError, match="no deployment 'support'"):
@@ -105,3 +120,93 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
         server.deploy(run, 7, name="never")
         until(lambda: server.deployment("never").revisions[0].state == "failed", 120)
         assert "has no checkpoint of step 7" in server.deployment("never").revisions[0].why
+
+
+def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_request(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    run = control.submit(1)
+    until(lambda: control.state(run) == "succeeded", 240)
+    url = f"http://127.0.0.1:{control.port}"
+    monkeypatch.setenv("TANDEM_CONTROL", url)
+    monkeypatch.setenv("TANDEM_CONTROL_KEY", control.token)
+    ask = openai.OpenAI(base_url=f"{url}/v1", api_key=control.key("chat"), max_retries=8)
+
+    def told(*words: str) -> str:
+        found = CliRunner().invoke(app, list(words))
+        assert not found.exit_code, found.output
+        return found.output
+
+    def chat() -> str:
+        return ask.chat.completions.create(
+            model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=4
+        ).id
+
+    with Tandem(url, control.token) as server:
+
+        def revision() -> RevisionInfo:
+            return server.deployment("support").revisions[0]
+
+        told("deploy", f"{run}@1", "--name", "support", "--feedback", "--keep-s", "3")
+        ids = [chat() for _ in range(3)]
+        for id, value in zip(ids, (True, True, False), strict=True):
+            ask.post("/feedback", cast_to=object, body={"id": id, "value": value})
+        assert (revision().feedback.count, round(revision().feedback.mean, 3)) == (3, 0.667)
+        until(lambda: revision().errors.count == 3)
+        until(lambda: revision().asleep, 120)
+        assert not control.processes("serve", "support@1")
+        shown = told("deployments")
+        assert "asleep" in shown
+        assert "failed   0 of 3 (0 %, 0 to 56 %)" in shown
+        assert "feedback 0.667 (" in shown
+        again = chat()  # wakes it
+        assert again not in ids
+        ask.post("/feedback", cast_to=object, body={"id": ids[0], "value": False})  # it has kept the chats of before
+        assert (revision().feedback.count, round(revision().feedback.mean, 3)) == (3, 0.333)
+        for share in ("5", "0", "-1%", "x", "100%"):
+            assert (
+                CliRunner().invoke(app, ["deploy", f"{run}@1", "--name", "support", "--canary", share]).exit_code == 2
+            )
+        told("deploy", f"{run}@1", "--name", "support", "--canary", "50%")
+        assert "canary 50 %" in told("deployments", "support")
+        told("undeploy", "support")
+
+
+def test_adapters_of_one_run_are_served_by_one_process_and_promoted_within_seconds(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    run = control.submit(2, model={"preset": "tiny", "lora": {"rank": 4}})
+    until(lambda: control.state(run) == "succeeded", 240)
+    url = f"http://127.0.0.1:{control.port}"
+    ask = openai.OpenAI(base_url=f"{url}/v1", api_key=control.key("chat"), max_retries=8)
+
+    def versions_of(model: str) -> tuple[str, list[list[int]]]:
+        told = ask.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=4
+        ).model_dump()
+        return told["model"], [version for version, _ in told["choices"][0]["weight_versions"]]
+
+    with Tandem(url, control.token) as server:
+        server.deploy(run, 1, name="support")
+        assert versions_of("support") == ("support@1", [1])
+        server.deploy(run, 2, name="support")
+        until(lambda: server.deployment("support").revisions[1].ready, 60)
+        server.promote("support", 2)
+        assert versions_of("support") == ("support@2", [2])
+        assert versions_of("support@1") == ("support@1", [1])
+        server.deploy(run, 2, name="sales")
+        until(lambda: server.deployment("sales").revisions[0].ready, 60)
+        weights = control.directory(run) / "checkpoints/step-1/deploy/adapter_model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+        server.deploy(run, 1, name="support")
+        until(lambda: "adapter_model.safetensors" in server.deployment("support").revisions[2].why, 60)
+        assert not server.deployment("support").revisions[2].ready
+        assert len(control.processes("serve", "support@1")) == len(
+            control.processes("serve")
+        )  # one server, and its keeper
+        server.undeploy("support")
+        assert versions_of("sales") == ("sales@1", [2])
+        server.undeploy("sales")
+        until(lambda: not control.processes("serve"), 60)

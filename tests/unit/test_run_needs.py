@@ -49,6 +49,13 @@ def test_ranks_and_engines_on_gpus_of_their_own_are_counted() -> None:
     assert asked(8, device="cuda", **VLLM).gpus == 3
 
 
+def test_a_server_of_its_model_takes_one_gpu_however_many_trained_it() -> None:
+    for more in ({"parallel": {"ranks": 4}, **SERVER}, {"parallel": {"ranks": 4, "hosts": 2}, **SERVER}, VLLM):
+        spec = to_toml(parse_spec({**TABLES, "device": "cuda", **more}))
+        provider: Any = Has(8)
+        assert asyncio.run(need_of(spec, provider, serves=True)) == Need(gpus=1, cpus=4)
+
+
 def test_what_cannot_be_started_is_refused_by_name() -> None:
     with pytest.raises(ProviderRefused, match=r"parallel\.hosts = 2"):
         asked(8, device="cuda", parallel={"ranks": 4, "hosts": 2}, **SERVER)

@@ -53,6 +53,7 @@ FENCED = 75
 RUNS = "runs"
 """Beside the jobs' directories: a run's directory outlives the job, and a further attempt resumes it."""
 _EVERY_S = 1.0
+_STARTS_S = 0.2
 _CANCEL_S = 4.0
 _PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
 _STATE = "agent.json"
@@ -89,7 +90,7 @@ class Agent:
                     return 128 + signal.SIGTERM
                 runs = self.home.parent / RUNS
                 if (order := claimed.serve) is not None:
-                    trainer = ServeProcess(self.home, runs / order.run, order)
+                    trainer = ServeProcess(self.home, runs / order.run, runs / claimed.run, order)
                 else:
                     trainer = RunProcess(self.home, runs / claimed.run)
                 return self._attend(claimed, trainer)
@@ -114,7 +115,8 @@ class Agent:
         while (code := trainer.exit_code()) is None:
             self._wake.clear()
             if not self._exchange(shipper, trainer):
-                self._wake.wait(self.every_s)
+                starts = isinstance(trainer, ServeProcess) and not trainer.answers  # requests may wait for it
+                self._wake.wait(min(self.every_s, _STARTS_S) if starts else self.every_s)
             self._pass_on(trainer)
         return self._tell_the_end(shipper, trainer, code)
 
@@ -136,10 +138,10 @@ class Agent:
     def _exchange(self, shipper: Shipper, trainer: RunProcess) -> bool:
         """Renew the lease and send what grew; return whether more is there."""
         pieces = shipper.pieces()
-        sign, serving = _sign(trainer.run_dir), ""
+        sign, serving, served = _sign(trainer.run_dir), "", dict[str, str]()
         if isinstance(trainer, ServeProcess) and (serving := trainer.url()):
-            sign = SignOfLife(ticks=int(time.time()), limit_s=60.0, stage="serve")
-        body = AppendBody(instance=self._instance, sign=sign, serving=serving, pieces=tuple(pieces))
+            sign, served = SignOfLife(ticks=int(time.time()), limit_s=60.0, stage="serve"), trainer.served()
+        body = AppendBody(instance=self._instance, sign=sign, serving=serving, served=served, pieces=tuple(pieces))
         try:
             told = self.link.ask("append", body, Appended)
         except RunError as error:
@@ -150,6 +152,8 @@ class Agent:
         if told is None:
             return False
         shipper.answered(told.streams)
+        if isinstance(trainer, ServeProcess):
+            trainer.serve_beside(told.adapters)
         self._want = told.want
         return bool(shipper.pieces())
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +19,10 @@ from tandem.errors import RunOwned
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
 from tandem.io.process_identity import is_there
-from tandem.shapes.agent import ServeOrder
+from tandem.shapes.agent import AdapterOrder, ServeOrder
 
+TOLD = ".told"
+"""What the server adds to the name of its file of adapters, for its answer."""
 _LOCK, _WHO, _CODE, OUTPUT = "trainer.lock", "trainer.json", "trainer.code", "trainer.log"
 
 
@@ -110,9 +112,13 @@ class RunProcess:
 class ServeProcess(RunProcess):
     """A replica: `tandem serve` of one step of a run, which checks the seal before and after it loads."""
 
-    def __init__(self, home: Path, trained: Path, order: ServeOrder) -> None:
+    def __init__(self, home: Path, trained: Path, kept: Path, order: ServeOrder) -> None:
+        """`kept`: the server's data directory, which a further attempt finds again."""
         super().__init__(home, home / "replica")
-        self._trained, self._order, self._ready = trained, order, home / "ready.json"
+        self._kept, self._trained, self._order, self._ready = kept, trained, order, home / "ready.json"
+        self.answers = False
+        """As `url` found it last."""
+        self._adapters, self._wanted = home / "adapters.json", dict[str, str]()
         self._http = httpx.Client(timeout=2.0, trust_env=False)  # used every second
         atomic_write.make_directory(self.run_dir, mode=atomic_write.PRIVATE)
 
@@ -120,17 +126,38 @@ class ServeProcess(RunProcess):
         """Return where it answers; empty if it does not."""
         try:
             url = str(cast("dict[str, Any]", read_json(self._ready))["url"])
-            return url if self._http.get(f"{url}/health").status_code == 200 else ""
+            self.answers = self._http.get(f"{url}/health").status_code == 200
         except (OSError, ValueError, KeyError, httpx.HTTPError):
+            self.answers = False
             return ""
+        return url if self.answers else ""
+
+    def served(self) -> dict[str, str]:
+        """Return the models that it has: empty, or why one is refused."""
+        try:
+            told = cast("dict[str, Any]", read_json(self._adapters.with_name(self._adapters.name + TOLD)))
+        except (OSError, ValueError):
+            told = {}
+        return {self._order.model: "", **{str(name): str(why)[:4000] for name, why in told.items()}}
+
+    def serve_beside(self, orders: Sequence[AdapterOrder]) -> None:
+        """Tell it which adapters to serve over its base."""
+        if not self._order.base:
+            return
+        wanted = {each.model: f"{self._trained.with_name(each.run)}@{each.step}" for each in orders}
+        if wanted != self._wanted:
+            atomic_write.write_json(self._adapters, wanted)
+            self._wanted = wanted
 
     def _command(self, spec_toml: str) -> list[str]:
-        data_dir = self._home / "serve"
+        data_dir = self._kept
         atomic_write.make_directory(data_dir, mode=atomic_write.PRIVATE)
         atomic_write.write_bytes(data_dir / "token", self._order.token.encode(), mode=0o600)
         return [
             sys.executable, "-P", "-m", "tandem", "serve", str(self._trained), "--step", str(self._order.step),
             "--name", self._order.model, "--port", "0", "--data-dir", str(data_dir), "--ready-file", str(self._ready),
+            *(["--feedback"] if self._order.feedback else []),
+            *(["--adapters-file", str(self._adapters)] if self._order.base else []),
         ]  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import typer
 from tandem.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from tandem.shapes.deployments import DeploymentInfo
+    from tandem.client import RemoteRun
+    from tandem.shapes.deployments import DeploymentInfo, Measured
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a deployment.")]
 
@@ -19,6 +20,13 @@ def deploy(
     run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="Id of a run, and a saved step. Default: its last.")],
     name: Annotated[str, typer.Option(help="The name that clients ask as their model.")],
     weight: Annotated[int, typer.Option(min=0, max=1000, help="Its share of the requests. First revision: 100.")] = 0,
+    canary: Annotated[
+        str, typer.Option(metavar="SHARE", help="Try it on this share of the requests, such as 5%. Default: do not.")
+    ] = "",
+    keep_s: Annotated[
+        int, typer.Option(min=0, help="End its replica after so many seconds without a request. Default: never.")
+    ] = 0,
+    feedback: Annotated[bool, typer.Option("--feedback", help="Keep its chats, and take thumbs for them.")] = False,
     target: Annotated[str, typer.Option(help="Target that holds the run's weights. Default: the run's own.")] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -29,8 +37,31 @@ def deploy(
     if step and not (step.isascii() and step.isdigit()):
         raise typer.BadParameter(f"'{run}': write the step as a number, as in {run_id}@20")
     with Tandem() as server:
-        number = int(step) if step else server.run(run_id).info().step
-        _show(server.deploy(run_id, number, name=name, weight=weight, target=target), as_json)
+        number = int(step) if step else _last_saved(server.run(run_id))
+        made = server.deploy(
+            run_id, number, name=name, weight=weight, canary=_share(canary), keep_s=keep_s, feedback=feedback,
+            target=target,
+        )  # fmt: skip
+        _show(made, as_json)
+
+
+def _last_saved(run: RemoteRun) -> int:
+    """Return the last step that the run saved; say so if it is not its last step."""
+    from tandem.errors import ControlNotKnown
+
+    text, last = b"", run.info().step
+    try:
+        while len(text) < (read := run.read("events.jsonl", len(text)))[2] and read[0]:
+            text += read[0]
+    except ControlNotKnown:  # it has no events yet
+        pass
+    rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+    saved = [int(row["step"]) for row in rows if row.get("stage") == "checkpoint"]
+    if not saved:
+        raise typer.BadParameter(f"'{run.id}' has saved no step yet, so there is nothing to deploy")
+    if saved[-1] != last:
+        typer.echo(f"step {last} of {run.id} was not saved; step {saved[-1]} is deployed", err=True)
+    return saved[-1]
 
 
 def deployments(
@@ -63,7 +94,7 @@ def promote(
 
 
 def rollback(name: Name, as_json: AsJson = False) -> None:
-    """Undo the last promote of a name."""
+    """Take the canary of a name away, if there is one; otherwise undo the last promote."""
     from tandem.client import Tandem
 
     with Tandem() as server:
@@ -84,5 +115,32 @@ def _show(found: DeploymentInfo, as_json: bool) -> None:
         typer.echo(found.model_dump_json(indent=2))
         return
     for each in found.revisions:
-        state = "ready" if each.ready else f"{each.state}{f': {each.why}' if each.why else ''}"
-        typer.echo(f"{found.name}@{each.n}  {each.run}@{each.step}  weight {each.weight}  {state}")
+        share = f"canary {each.canary * 100:g} %" if each.canary else f"weight {each.weight}"
+        state = "asleep" if each.asleep else "ready" if each.ready else each.state
+        why = f": {each.why}" if each.why and not each.asleep else ""
+        typer.echo(f"{found.name}@{each.n}  {each.run}@{each.step}  {share}  {state}{why}")
+        if each.errors.count:
+            typer.echo(f"  failed   {_rate(each.errors)}")
+            typer.echo(f"  seconds  {_mean(each.seconds)}\n  feedback {_mean(each.feedback)}")
+
+
+def _rate(of: Measured) -> str:
+    failed = round(of.mean * of.count)
+    return f"{failed} of {of.count} ({of.mean * 100:.2g} %, {of.low * 100:.2g} to {of.high * 100:.2g} %)"
+
+
+def _mean(of: Measured) -> str:
+    if of.count < 2:
+        return f"{of.mean:.3g} (one answer)" if of.count else "none"
+    return f"{of.mean:.3g} ({of.low:.3g} to {of.high:.3g}; {of.count} answers)"
+
+
+def _share(text: str) -> float:
+    """Return a share, written as 5% or 0.05; 0 for no text."""
+    try:
+        share = float(text.removesuffix("%") or 0) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not (0 < share < 1 or not text):
+        raise typer.BadParameter(f"--canary = '{text}': write a share above 0 and below 1, such as 5%")
+    return share

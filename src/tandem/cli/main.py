@@ -287,24 +287,43 @@ def serve(
         int | None, typer.Option(min=0, help="Serve a run's checkpoint of this step. Default: its final weights.")
     ] = None,
     name: Annotated[str, typer.Option(help="Name to serve it under. Default: the directory's.")] = "",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR", help="Serve a LoRA adapter of it, too: a directory, RUN or RUN@STEP. Repeatable."
+        ),
+    ] = None,
+    adapters_file: Annotated[
+        Path | None, typer.Option(help="JSON file, {NAME: DIR}, of more adapters; it is read again when it changes.")
+    ] = None,
 ) -> None:
     """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
     from tandem.recipes.serve import default_data_dir, serve_model
     from tandem.serve.http.run import Listen
 
     listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
-    serve_model(source, listen, thinking=thinking, feedback=feedback, step=step, name=name)
+    serve_model(
+        source, listen, thinking=thinking, feedback=feedback, step=step, name=name, adapters=adapter or (),
+        adapters_file=adapters_file,
+    )  # fmt: skip
 
 
 @app.command()
 def chat(
-    source: Source,
+    source: Annotated[
+        str, typer.Argument(metavar="DIR", help="Run directory, model directory, hub id, or name of a deployment.")
+    ],
     temperature: Annotated[float, typer.Option(min=0, max=10, help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one answer.")] = 512,
     system: Annotated[str, typer.Option(help="System message. Default: none.")] = "",
     thinking: Thinking = False,
 ) -> None:
     """Chat with a model in the terminal."""
+    from tandem.serve.deployment_chat import chat_with_deployment, is_deployment
+
+    if is_deployment(source):
+        chat_with_deployment(source, temperature=temperature, max_tokens=max_tokens, system=system)
+        return
     from tandem.recipes.serve import chat_with
 
     chat_with(source, temperature=temperature, max_tokens=max_tokens, system=system, thinking=thinking)

@@ -129,9 +129,25 @@ class Tandem(AbstractContextManager["Tandem"]):
                 break
         return found
 
-    def deploy(self, run: str, step: int, *, name: str, weight: int = 0, target: str = "") -> DeploymentInfo:
-        """Put a checkpoint of a run behind a name, as its next revision. `target`: default: the run's own."""
-        asked = requests.body(DeployBody, name=name, run=run, step=step, weight=weight, target=target)
+    def deploy(
+        self,
+        run: str,
+        step: int,
+        *,
+        name: str,
+        weight: int = 0,
+        canary: float = 0.0,
+        keep_s: int = 0,
+        feedback: bool = False,
+        target: str = "",
+    ) -> DeploymentInfo:
+        """Put a checkpoint of a run behind a name, as its next revision. `canary`: its share of the requests while it
+        is tried. `keep_s`: end its replica after so long without a request; 0: never. `feedback`: keep its chats, and
+        take thumbs. `target`: default: the run's own."""
+        asked = requests.body(
+            DeployBody, name=name, run=run, step=step, weight=weight, canary=canary, keep_s=keep_s, feedback=feedback,
+            target=target,
+        )  # fmt: skip
         return self.call(requests.deploy(asked))
 
     def deployments(self) -> list[DeploymentInfo]:
@@ -145,7 +161,7 @@ class Tandem(AbstractContextManager["Tandem"]):
         return self.call(requests.promote(name, revision))
 
     def rollback(self, name: str) -> DeploymentInfo:
-        """Undo the last promote."""
+        """Take the canary away, if there is one; otherwise undo the last promote."""
         return self.call(requests.rollback(name))
 
     def undeploy(self, name: str) -> DeploymentInfo:

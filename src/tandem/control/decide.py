@@ -60,6 +60,8 @@ class RunView:
     """By closed attempts."""
     spec_toml: str = field(default="", repr=False)
     usd_per_hour: float = 0.0
+    serves: bool = False
+    """It is the replica of a deployment."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,30 @@ class Revision(Base):
     replica: Mapped[str] = mapped_column(_ID, ForeignKey("runs.id"))
     """The run that serves it."""
     weight: Mapped[int] = mapped_column(Integer)
+    canary: Mapped[float] = mapped_column(Float, default=0.0)
+    """Its share of all requests while it is tried; 0: it is no canary."""
+    keep_s: Mapped[int] = mapped_column(Integer, default=0)
+    """How long a replica is kept that no request reaches; 0: for ever."""
+    why: Mapped[str] = mapped_column(Text, default="")
+    """Why it is no canary any more, if it was rolled back by itself."""
+    counts: Mapped[dict[str, float]] = mapped_column(JSON, default=dict)
+    """Of its answers (counts.py)."""
+    beside: Mapped[dict[str, float]] = mapped_column(JSON, default=dict)
+    """Of the answers of the revisions with a weight, since it began as a canary."""
+
+
+class Rating(Base):
+    """What a user thought of an answer. A later value of the same answer replaces it."""
+
+    __tablename__ = "ratings"
+    deployment: Mapped[str] = mapped_column(_ID, ForeignKey("deployments.id"), primary_key=True)
+    answer: Mapped[str] = mapped_column(String(200), primary_key=True)
+    """The answer's id, and the number of the choice."""
+    org: Mapped[str] = mapped_column(_ID, ForeignKey("orgs.id"))
+    at: Mapped[int] = mapped_column(BigInteger)
+    n: Mapped[int] = mapped_column(Integer)
+    """Of the revision that gave it."""
+    value: Mapped[float] = mapped_column(Float)
 
 
 class Package(Base):

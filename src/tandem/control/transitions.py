@@ -293,6 +293,7 @@ def view_of_run(row: Run, spent_usd: float) -> RunView:
     return RunView(
         row.id, cast("RunState", row.state), cast("Want", row.want), row.rev, row.attempt_n, row.retries,
         row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml, row.usd_per_hour,
+        row.serves is not None,
     )  # fmt: skip
 
 

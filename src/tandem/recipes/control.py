@@ -122,7 +122,7 @@ def _plane(
 
 def _loop(store: Store, targets: Mapping[str, AnyTarget], secret: bytes, url: Callable[[], str]) -> Reconciler:
     async def job_of(run: RunView, attempt: AttemptView) -> Job:
-        need = await need_of(run.spec_toml, providers[attempt.target])
+        need = await need_of(run.spec_toml, providers[attempt.target], serves=run.serves)
         argv = (targets[attempt.target].tandem, "agent", f"{url()}/api/attempts/{attempt.id}")
         return Job(attempt.name, argv, need, env={TOKEN_VARIABLE: attempt_token(secret, attempt.id)})
 

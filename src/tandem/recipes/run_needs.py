@@ -14,14 +14,15 @@ from tandem.types import Need
 _CPUS_PER_GPU = 4
 
 
-async def need_of(spec_toml: str, provider: Provider) -> Need:
-    """Return what the spec's run needs. `device = "auto"` takes GPUs where the provider has them, and else none.
-    ProviderRefused if no job can be made of it."""
+async def need_of(spec_toml: str, provider: Provider, *, serves: bool = False) -> Need:
+    """Return what the spec's run needs; with `serves`, what a server of its model needs, which is one GPU at most.
+    `device = "auto"` takes GPUs where the provider has them, and else none. ProviderRefused if no job can be made of
+    it."""
     try:
         spec = parse_spec(parse_toml(spec_toml, "the run's spec"))
     except SpecError as error:
         raise ProviderRefused(f"this release refuses the run's spec: {error}") from error
-    if spec.parallel.hosts > 1:
+    if spec.parallel.hosts > 1 and not serves:
         raise ProviderRefused(
             f"parallel.hosts = {spec.parallel.hosts}: a control plane starts runs of one host so far; set it to 1, or "
             "start the run by torchrun (docs/parallel.md)"
@@ -29,7 +30,7 @@ async def need_of(spec_toml: str, provider: Provider) -> Need:
     without = Need()
     if spec.device == "cpu":
         return without
-    gpus = num_gpus(spec)
+    gpus = 1 if serves else num_gpus(spec)
     need = replace(without, gpus=gpus, cpus=_CPUS_PER_GPU * gpus)
     if spec.device == "cuda" or any(offer.fits for offer in await provider.offers(replace(need, cpus=0))):
         return need

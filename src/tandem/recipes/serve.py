@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from tandem.build import run_engines, standalone_engines, training
-from tandem.errors import CheckpointDamaged, RunError, Unproven
+from tandem.build import run_engines, served_adapters, standalone_engines, training
+from tandem.errors import RunError
 from tandem.io import prestart
 from tandem.io.chat_feedback import ChatStore
 from tandem.io.gguf.directory import model_directory
@@ -20,8 +20,8 @@ from tandem.io.sqlite_store import owned
 from tandem.obs.live_view import busy
 from tandem.obs.run_history import read_status
 from tandem.protocols import Engine
+from tandem.recipes.adapter_table import AdapterTable, find_step
 from tandem.recipes.online_export import find_learned, merged_copy
-from tandem.runs.checkpoints import Checkpoints
 from tandem.serve.http.run import Listen, serve_forever
 from tandem.serve.terminal_chat import chat_loop
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
@@ -32,24 +32,31 @@ from tandem.types import Sampling
 
 def serve_model(
     source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False,
-    feedback: bool = False, step: int | None = None, name: str = "",
+    feedback: bool = False, step: int | None = None, name: str = "", adapters: Sequence[str] = (),
+    adapters_file: str | Path | None = None,
 ) -> None:  # fmt: skip
     """Serve a model over OpenAI's API until SIGTERM or Ctrl-C. `feedback`: keep each chat in the data directory, and
     take thumbs for its id. `step`: the checkpoint of a run to serve; its files are checked by its seal before and after
-    they are loaded. `name`: to serve it under; default: the directory's."""
+    they are loaded. `name`: to serve it under; default: the directory's. `adapters`: further models of the same base,
+    as NAME=DIR, NAME=RUN or NAME=RUN@STEP. `adapters_file`: names more of them, and is read again when it changes."""
     from tandem.serve.http.service import create_app
     from tandem.serve.openai.service import openai_service
 
     path, found_name, version = find_model(source) if step is None else find_step(Path(source), step)
+    own = served_adapters.is_adapter(Path(path))
+    served = AdapterTable([f"{name or found_name}={source}@{step}"] if own else [], adapters, adapters_file)
     token = listen.token()  # before the model is loaded, so that a wrong data directory is reported at once
     chats = ChatStore(listen.data_dir) if feedback else None
     # inline=False: the model computes off the event loop, so that HTTP can answer meanwhile.
-    model, engine = load_model(path, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
+    base = Path(source) if own else path
+    model, engine = load_model(base, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
     if step is not None:
         find_step(Path(source), step)
+    asyncio.run(served.begin(engine))
     service = openai_service(
-        engine, model.renderer, model_id=name or found_name, context=model.context, num_ids=model.num_ids, chats=chats
-    )
+        engine, model.renderer, model_id=f"base of {found_name}" if own else name or found_name,
+        context=model.context, num_ids=model.num_ids, chats=chats, adapters=served.models, start=served.follow,
+    )  # fmt: skip
     serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
 
 
@@ -159,24 +166,18 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
     return str(export), path.name, int(read_status(path).get("steps_done", 0))
 
 
-def find_step(run_dir: Path, step: int) -> tuple[str, str, int]:
-    """Return the same for a checkpoint of a run. Unproven if there is none, or if its files differ from its seal."""
-    checkpoints = Checkpoints(run_dir)
-    if step not in checkpoints.versions():
-        raise Unproven(f"{run_dir}: has no checkpoint of step {step}, so there is no proof of its weights")
-    try:
-        return str(checkpoints.read(step).path / "deploy"), run_dir.name, step
-    except CheckpointDamaged as error:
-        raise Unproven(f"step {step} is not served: {error}") from error
-
-
 def load_model(
-    path: str, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool
+    path: str | Path, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool
 ) -> tuple[training.BuiltModel, Engine]:
-    """Load a model and the embedded engine that serves it as `version`."""
+    """Load a model and the embedded engine that serves it as `version`. A Path is the run whose adapter's base is
+    loaded."""
     with busy(f"loading {path}"):
         device = training.pick_device("auto")
-        model = training.model(PathModel(path=path, thinking=thinking), Float32Precision(), 0, device, spec.max_context)
+        if isinstance(path, Path):
+            model = served_adapters.base_of_run(path, device, spec.max_context)
+        else:
+            asked = PathModel(path=path, thinking=thinking)
+            model = training.model(asked, Float32Precision(), 0, device, spec.max_context)
         engine = standalone_engines.embedded(spec, model, inline=inline)
         _publish(model, engine, version)
     return model, engine

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from tandem.protocols import Engine
 from tandem.serve.openai.text_stream import TextStream
 from tandem.types import Completion, Message, Sampling
 
+STOPPED = "\n(stopped; this turn is forgotten)\n"
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves; Ctrl-C stops an answer.\n"
 
 
@@ -28,19 +29,19 @@ def _print(text: str) -> None:
     print(text, end="", flush=True)
 
 
-async def chat_loop(
-    engine: Engine,
-    renderer: TurnRenderer,
-    *,
-    context: int,
-    sampling: Sampling | None = None,
-    system: str = "",
-    ask: Callable[[str], str] = input,
-    tell: Callable[[str], None] = _print,
+class TalkPartner(Protocol):
+    """What is talked to, and what was said."""
+
+    def forget(self) -> None: ...
+    async def reply(self, said: str, tell: Callable[[str], None]) -> None:
+        """Tell the answer as it comes. Ctrl-C stops it; that turn is then forgotten."""
+        ...
+
+
+async def converse(
+    conversation: TalkPartner, ask: Callable[[str], str] = input, tell: Callable[[str], None] = _print
 ) -> None:
-    """Chat until /exit, the end of the input, or Ctrl-C at the prompt."""
-    sampling = sampling or Sampling(max_tokens=512, temperature=0.7)
-    ids: list[int] = []
+    """Talk until /exit, the end of the input, or Ctrl-C at the prompt."""
     tell(HELP)
     while True:
         try:
@@ -55,23 +56,52 @@ async def chat_loop(
             case "/exit":
                 return
             case "/reset":
-                ids = []
+                conversation.forget()
                 tell("(forgotten)\n")
-                continue
             case _ if said.startswith("/"):
                 tell(HELP)
-                continue
             case _:
-                pass
-        prompt = _next_prompt(renderer, ids, said, system)
-        room = context - len(prompt)
+                await conversation.reply(said, tell)
+
+
+async def chat_loop(
+    engine: Engine,
+    renderer: TurnRenderer,
+    *,
+    context: int,
+    sampling: Sampling | None = None,
+    system: str = "",
+    ask: Callable[[str], str] = input,
+    tell: Callable[[str], None] = _print,
+) -> None:
+    """Chat with an engine."""
+    sampling = sampling or Sampling(max_tokens=512, temperature=0.7)
+    await converse(_EngineConversation(engine, renderer, context, sampling, system), ask, tell)
+
+
+@dataclass
+class _EngineConversation:
+    engine: Engine
+    renderer: TurnRenderer
+    context: int
+    sampling: Sampling
+    system: str
+    ids: list[int] = field(default_factory=list[int])
+
+    def forget(self) -> None:
+        self.ids = []
+
+    async def reply(self, said: str, tell: Callable[[str], None]) -> None:
+        prompt = _next_prompt(self.renderer, self.ids, said, self.system)
+        room = self.context - len(prompt)
         if room < 1:
-            tell(f"({len(prompt)} tokens do not fit into a context of {context}; use /reset, or write less)\n")
-            continue
+            tell(f"({len(prompt)} tokens do not fit into a context of {self.context}; use /reset, or write less)\n")
+            return
+        sampling = self.sampling
         asked = replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=sampling.seed + len(prompt))
-        completion = await _reply(engine, renderer, prompt, asked, tell)
+        completion = await _reply(self.engine, self.renderer, prompt, asked, tell)
         # A stopped turn is removed from the conversation.
-        ids = prompt + completion.ids if completion else ids
+        self.ids = prompt + completion.ids if completion else self.ids
 
 
 def _next_prompt(renderer: TurnRenderer, ids: list[int], said: str, system: str) -> list[int]:
@@ -92,13 +122,13 @@ async def _reply(
 
     task = asyncio.create_task(engine.generate(prompt, sampling, on_token=on_token))
     try:
-        with _ctrl_c_cancels(task):
+        with ctrl_c_cancels(task):
             await asyncio.wait((task,))
     finally:
         task.cancel()
     tell(stream.close())
     if task.cancelled():
-        tell("\n(stopped; this turn is forgotten)\n")
+        tell(STOPPED)
         return None
     completion = task.result()
     tell("\n" if completion.finish_reason == "stop" else f"\n(cut at {len(completion.ids)} tokens)\n")
@@ -120,7 +150,7 @@ def _plain_ctrl_c() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ctrl_c_cancels(task: asyncio.Task[Completion]) -> Iterator[None]:
+def ctrl_c_cancels(task: asyncio.Task[Any]) -> Iterator[None]:
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
     try:
         loop.add_signal_handler(signal.SIGINT, task.cancel)

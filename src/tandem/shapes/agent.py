@@ -62,12 +62,24 @@ class ClaimBody(Asked):
     """The agent's Tandem version."""
 
 
+class AdapterOrder(Answer):
+    """A checkpoint of an adapter that a replica serves beside its own, over the same base."""
+
+    model: str
+    run: str
+    step: int
+
+
 class ServeOrder(Answer):
     """What a replica serves."""
 
     run: str
     """The run whose directory on this machine holds the weights."""
     step: int
+    feedback: bool = False
+    """Keep each chat, and take feedback for its answers."""
+    base: str = ""
+    """Which base its adapter is over; empty: it is a whole model."""
     model: str
     """The name to serve it under."""
     token: str = Field(repr=False)
@@ -124,6 +136,10 @@ class AppendBody(Asked):
     serving: str = Field(default="", pattern=r"^(http://127\.0\.0\.1:[0-9]{1,5})?$")
     """Where this replica answers now; empty: it does not, or it trains. The server asks no other address than its own
     machine's, whatever an agent says."""
+    served: dict[
+        Annotated[str, StringConstraints(max_length=120)], Annotated[str, StringConstraints(max_length=4000)]
+    ] = Field(default={}, max_length=1000)
+    """The models that this replica has: empty, or why one is refused."""
     pieces: tuple[Piece, ...] = Field(default=(), max_length=256)
 
 
@@ -133,6 +149,8 @@ class Appended(Answer):
     want: Literal["run", "stop", "cancel"]
     """stop: save a checkpoint and end. cancel: end within a few seconds."""
     lease_s: float
+    adapters: tuple[AdapterOrder, ...] = ()
+    """For a replica over a base: what it should serve now."""
     streams: dict[str, Stream] = Field(default_factory=dict)
     """Of the files that the request named. A file whose stream is not behind its last piece: go on from there."""
 

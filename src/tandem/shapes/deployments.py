@@ -20,6 +20,12 @@ class DeployBody(Asked):
     weight: int = Field(default=0, ge=0, le=1000)
     """Its share of the requests, beside the weights of the others. The first revision of a name gets 100 in place of
     0."""
+    canary: float = Field(default=0.0, ge=0, lt=1)
+    """Its share of all requests while it is tried: it has no weight until it is promoted. 0: it is no canary."""
+    keep_s: int = Field(default=0, ge=0, lt=2**31)
+    """End its replica after so many seconds without a request; the next request starts it again. 0: never."""
+    feedback: bool = False
+    """Keep each chat on the replica's machine, and take feedback for its answers."""
     target: str = Field(default="", max_length=40)
     """Default: the run's own, which holds its weights."""
 
@@ -28,6 +34,16 @@ class PromoteBody(Asked):
     """The revision that gets all requests."""
 
     revision: int = Field(ge=1, lt=2**31)
+
+
+class Measured(Answer):
+    """A mean or a rate of a revision's answers, with its 95 % interval."""
+
+    count: int
+    """How many values it is of."""
+    mean: float
+    low: float
+    high: float
 
 
 class RevisionInfo(Answer):
@@ -40,9 +56,21 @@ class RevisionInfo(Answer):
     state: str
     """Of its replica, as of a run: running once it was claimed, failed if it was refused."""
     why: str
+    """Why its replica ended, or why it is no canary any more."""
     ready: bool
     """Whether its replica answers now."""
     at: int
+    asleep: bool = False
+    """Its replica was ended since no request reached it. The next request starts it again."""
+    canary: float = 0.0
+    """Its share of all requests while it is tried."""
+    keep_s: int = 0
+    errors: Measured
+    """The share of its answers that failed."""
+    seconds: Measured
+    """Of its answers, from the request to the last byte."""
+    feedback: Measured
+    """Of its answers that were rated."""
 
 
 class DeploymentInfo(Answer):

@@ -7,14 +7,14 @@ from fastapi.responses import Response
 from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
-from tandem.control import transitions, vault
+from tandem.control import deployments, transitions, vault
 from tandem.control.api.requests import Plane, answer, asked, attempt_of, note
 from tandem.control.decide import Ending, Want
 from tandem.control.tables import Attempt, Run
 from tandem.errors import NotKnown
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.service import HotRoute
-from tandem.shapes.agent import AppendBody, Appended, ClaimBody, Claimed, EndBody, Ended, ServeOrder
+from tandem.shapes.agent import AdapterOrder, AppendBody, Appended, ClaimBody, Claimed, EndBody, Ended, ServeOrder
 
 _LEASE_S = transitions.LEASE_MS / 1000
 
@@ -71,8 +71,11 @@ class AgentRoutes:
             want = await self.plane.store.write_plain(renew)
             streams = await self.plane.mirror.append(run, body.pieces)
         if body.serving:
-            self.plane.replicas.seen(run, attempt, body.serving, now)
-        return answer(Appended(want=want, lease_s=_LEASE_S, streams=streams))
+            self.plane.replicas.seen(run, attempt, body.serving, now, body.served or None)
+        if want == "stop" and not self.plane.replicas.may_end(run, attempt, now):
+            want = "run"  # a replica first answers what it has begun
+        adapters = await self._adapters(run) if len(body.served) else ()
+        return answer(Appended(want=want, lease_s=_LEASE_S, adapters=adapters, streams=streams))
 
     @speaks(EndBody, answer=Ended)
     async def end(self, id: str, request: Request) -> Response:
@@ -99,7 +102,12 @@ class AgentRoutes:
         if run.serves is None:
             return None
         token = self.plane.callers.serve_token(attempt)
-        return ServeOrder(run=run.serves["run"], step=run.serves["step"], model=run.name, token=token)
+        return ServeOrder(model=run.name, token=token, **run.serves)
+
+    async def _adapters(self, run: str) -> tuple[AdapterOrder, ...]:
+        """Return the revisions that a replica serves."""
+        found = await self.plane.store.read(lambda session: deployments.of_replica(session, run))
+        return tuple(AdapterOrder(model=model, run=trained, step=step) for model, trained, step in found)
 
     async def _run_of(self, attempt: str) -> str:
         if attempt not in self._runs:

@@ -6,16 +6,22 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol, cast
 
 import httpx
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sqlalchemy.orm import Session
+from starlette.types import Receive, Scope, Send
 
 from tandem.control import deployments
 from tandem.control.api.requests import Nothing, Plane, answer, caller_of, written_once
+from tandem.control.callers import Caller
+from tandem.control.deployments import Candidate
 from tandem.control.replicas import Replica
 from tandem.control.tables import Deployment
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
@@ -28,6 +34,7 @@ WAIT_S = 30.0
 """How long a request waits for a replica."""
 SESSION = "x-session-id"
 """Header of requests that the same revision should answer; without it OpenAI's field `user`."""
+FEEDBACK = "/v1/feedback"
 _POLL_S, _READ_S = 0.1, 600.0
 
 
@@ -50,6 +57,7 @@ class DeploymentRoutes:
         add("/v1/completions", self.complete, methods=["POST"])
         add("/v1/responses", self.respond, methods=["POST"])
         add("/v1/embeddings", self.embed, methods=["POST"])
+        add(FEEDBACK, self.feedback, methods=["POST"])
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -169,71 +177,160 @@ class DeploymentRoutes:
         """Refused by the replica, in words."""
         return await self._pass_on(request, "/v1/embeddings")
 
+    @speaks(dict[str, Any], scope="chat")
+    async def feedback(self, request: Request) -> Response:
+        """Rate an answer by its id, as `tandem serve --feedback` does."""
+        caller, body = caller_of(request, "chat"), _json_object(request)
+        answer_id = body.get("id")
+        name = answer_id.partition(".")[2] if isinstance(answer_id, str) else ""
+        if "@" not in name:
+            raise RequestRefused(422, "id: write the id of a chat completion of a deployment", field="id")
+        passed, choice = await self._reach(caller, name, "", FEEDBACK, body)
+        content = await passed.whole()
+        if passed.status_code == 200:
+            told = json.loads(content)
+            rated, now = f"{answer_id} {told['choice']}"[:200], self.plane.clock()
+            await self.plane.store.write(
+                lambda session: deployments.rate(session, choice, rated, float(told["value"]), now)
+            )
+        return Response(content, passed.status_code, media_type="application/json")
+
     async def _pass_on(self, request: Request, path: str) -> Response:
-        caller = caller_of(request, "chat")
-        body: Any = None
-        try:
-            body = json.loads(body_at_hand(request))
-            name = body["model"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            name = None
+        caller, body = caller_of(request, "chat"), _json_object(request)
+        name = body.get("model")
         if not isinstance(name, str):
             raise RequestRefused(422, "model: write the name of a deployment", field="model")
-        sent = cast("dict[str, Any]", body)
-        session_id = request.headers.get(SESSION) or str(sent.get("user") or "")
-        until = asyncio.get_running_loop().time() + WAIT_S
+        session_id = request.headers.get(SESSION) or str(body.get("user") or "")
+        passed, _ = await self._reach(caller, name, session_id, path, body)
+        return passed
+
+    async def _reach(
+        self, caller: Caller, name: str, session_id: str, path: str, body: dict[str, Any]
+    ) -> tuple[_Passed, Candidate]:
+        """Send a request to a replica of one of the name's revisions, and wait for one if there is none now."""
+        plain, began, counts = name.partition("@")[0], time.monotonic(), path != FEEDBACK
         while True:
-            found = await self.plane.store.read(lambda session: deployments.choices(session, caller, name))
-            n, run = _pick(found, session_id)
-            replica = self.plane.replicas.find(run, self.plane.clock())
-            revision = f"{name.partition('@')[0]}@{n}"
+            found = await self.plane.store.read(lambda session: deployments.candidates(session, caller, name))
+            choice = pick(found, session_id, lambda each: self._find(plain, each) is not None)
+            replica, revision = self._find(plain, choice), f"{plain}@{choice.n}"
             if replica is not None:
-                told = await self._ask(path, {**sent, "model": revision}, replica)
-                if told is not None:
-                    return _passed(told, revision)
-                self.plane.replicas.lost(run)
-            if asyncio.get_running_loop().time() > until:
+                sent = {**body, "model": revision} if counts else body
+                tally = self._tally(choice) if counts else None
+                if (told := await self._ask(path, sent, replica, tally)) is not None:
+                    told.headers["X-Tandem-Revision"] = revision
+                    return told, choice
+            elif choice.asleep:
+                await self.plane.store.write(partial(deployments.wake, choice=choice, now=self.plane.clock()))
+                self.plane.wake()
+            if time.monotonic() - began > WAIT_S:
+                if counts and not choice.asleep:
+                    self._tally(choice)(0.0, failed=True)
                 raise RequestRefused(503, f"'{revision}' does not answer now; ask again", retry_after_s=5.0)
             await asyncio.sleep(_POLL_S)
 
-    async def _ask(self, path: str, body: dict[str, Any], replica: Replica) -> httpx.Response | None:
+    def _find(self, name: str, choice: Candidate) -> Replica | None:
+        return self.plane.replicas.find(choice.replica, self.plane.clock(), f"{name}@{choice.n}")
+
+    def _tally(self, choice: Candidate) -> Tally:
+        return partial(self.plane.replicas.count, choice.deployment, choice.n)
+
+    async def _ask(self, path: str, body: dict[str, Any], replica: Replica, tally: Tally | None) -> _Passed | None:
         """Send it to a replica; return its answer, not read yet. None if it never reached it."""
         headers = {"Authorization": f"Bearer {self.plane.callers.serve_token(replica.attempt)}"}
+        began = time.monotonic()
+        with ExitStack() as under_way:
+            under_way.enter_context(self.plane.replicas.asked(replica.run))
+            try:
+                asked_for = self._http.build_request("POST", f"{replica.url}{path}", json=body, headers=headers)
+                told = await self._http.send(asked_for, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                self.plane.replicas.lost(replica)
+                return None
+            except httpx.TransportError as error:
+                if tally is not None:
+                    tally(0.0, failed=True)
+                raise RequestRefused(
+                    503, f"the replica ended while it answered ({type(error).__name__}); ask again", retry_after_s=1.0
+                ) from None
+            return _Passed(told, under_way.pop_all(), began, tally)
+
+
+class Tally(Protocol):
+    """Counts an answer of a revision."""
+
+    def __call__(self, seconds: float, *, failed: bool) -> None: ...
+
+
+class _Passed(StreamingResponse):
+    """A replica's answer, as it comes. `under_way` ends with its last byte, or when the client has gone."""
+
+    KEPT = ("content-type", "content-length", "content-encoding", "retry-after", "cache-control", "x-accel-buffering")
+
+    def __init__(self, told: httpx.Response, under_way: ExitStack, began: float, tally: Tally | None) -> None:
+        headers = {name: told.headers[name] for name in self.KEPT if name in told.headers}
+        super().__init__(self._pieces(), told.status_code, headers)
+        self._told, self._under_way, self._began, self._tally = told, under_way, began, tally
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._under_way:
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                await self._told.aclose()
+
+    async def whole(self) -> bytes:
+        with self._under_way:
+            try:
+                return await self._told.aread()
+            except httpx.TransportError:
+                raise RequestRefused(503, "the replica ended while it answered", retry_after_s=1.0) from None
+            finally:
+                await self._told.aclose()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        failed = self._told.status_code >= 500
         try:
-            asked_for = self._http.build_request("POST", f"{replica.url}{path}", json=body, headers=headers)
-            return await self._http.send(asked_for, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            return None
-        except httpx.TransportError as error:
-            raise RequestRefused(
-                503, f"the replica ended while it answered ({type(error).__name__}); ask again", retry_after_s=1.0
-            ) from None
+            async for piece in self._told.aiter_raw():
+                failed = failed or b'data: {"error"' in piece
+                yield piece
+        except httpx.TransportError:
+            self._count(failed=True)
+            raise
+        self._count(failed=failed)
+
+    def _count(self, *, failed: bool) -> None:
+        if self._tally is not None:
+            self._tally(time.monotonic() - self._began, failed=failed)
 
 
-def _pick(found: list[tuple[int, int, str]], session_id: str) -> tuple[int, str]:
-    """Return number and replica of a revision, by weight; the same one for the same session."""
-    total = sum(weight for _, weight, _ in found)
-    if not total:
+def _json_object(request: Request) -> dict[str, Any]:
+    try:
+        body = json.loads(body_at_hand(request))
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise RequestRefused(422, "body: write a JSON object", field="body")
+    return cast("dict[str, Any]", body)
+
+
+def pick(found: Sequence[Candidate], session_id: str, is_ready: Callable[[Candidate], bool]) -> Candidate:
+    """Return a revision by weight, the same one for the same session. One that does not answer is left out, if another
+    does."""
+    able = [each for each in found if each.asleep or is_ready(each)]
+    weighted = [each for each in able if each.weight] or [each for each in found if each.weight]
+    if not weighted:
         raise RequestRefused(503, "no revision of this name has a weight; promote one", retry_after_s=5.0)
     if session_id:
-        at = int.from_bytes(hashlib.sha256(session_id.encode()).digest()[:8], "big") / 2**64 * total
+        at = int.from_bytes(hashlib.sha256(session_id.encode()).digest()[:8], "big") / 2**64
     else:
-        at = random.random() * total
-    for n, weight, run in found:
-        at -= weight
+        at = random.random()
+    for each in able:
+        if at < each.canary:
+            return each
+        at = (at - each.canary) / (1 - each.canary)
+    at *= sum(each.weight for each in weighted)
+    for each in weighted:
+        at -= each.weight
         if at < 0:
-            return n, run
-    return found[-1][0], found[-1][2]
-
-
-def _passed(told: httpx.Response, revision: str) -> Response:
-    async def pieces() -> AsyncIterator[bytes]:
-        try:
-            async for piece in told.aiter_raw():
-                yield piece
-        finally:
-            await told.aclose()
-
-    kept = ("content-type", "content-length", "content-encoding", "retry-after", "cache-control", "x-accel-buffering")
-    headers = {name: told.headers[name] for name in kept if name in told.headers} | {"X-Tandem-Revision": revision}
-    return StreamingResponse(pieces(), told.status_code, headers)
+            return each
+    return weighted[-1]

@@ -20,6 +20,7 @@ from tandem.control.api.package_routes import PackageRoutes
 from tandem.control.api.requests import Plane, authenticate
 from tandem.control.api.run_routes import READ_BYTES, RunRoutes
 from tandem.control.api.secret_routes import SecretRoutes
+from tandem.control.api.upkeep import look_after_deployments
 from tandem.control.api.view_routes import view_routes
 from tandem.control.rates import RateLimit
 from tandem.control.transitions import LEASE_MS
@@ -92,7 +93,7 @@ def control_service(
 
     async def start() -> None:
         await plane.audit.keep(plane.store)
-        tasks.extend((asyncio.create_task(looked_after()), asyncio.create_task(audit_kept())))
+        tasks.extend(map(asyncio.create_task, (looked_after(), audit_kept(), look_after_deployments(plane))))
 
     async def end() -> None:
         for task in tasks:

@@ -38,6 +38,8 @@ class QueuedRequest:
     """[version, tokens], oldest first."""
     shaper: Shaper | None = None
     alternatives: list[Alternatives] = field(default_factory=list)
+    adapter: str = ""
+    """The adapter over the base that answers; empty: the base."""
     place: int = 0
     """Place in the queue; the lowest is first."""
 
@@ -155,7 +157,7 @@ class AdmissionQueue:
 
     def _first_together(self, final: int, running: Sequence[QueuedRequest], free: int) -> list[QueuedRequest]:
         """Take as many requests as have room and fit in one prefill. `final`: longest final length of running ones."""
-        wave, longest, prompts = list[QueuedRequest](), 0, set[tuple[int, ...]]()
+        wave, longest, prompts = list[QueuedRequest](), 0, set[tuple[str, tuple[int, ...]]]()
         rows = Counter(request.sampling.share for request in running)
         while self._others and len(wave) < free:
             share = self._next_share(rows)
@@ -165,9 +167,9 @@ class AdmissionQueue:
             longest = max(longest, len(so_far))
             if not self._has_room(final, len(running), len(wave) + 1):
                 break
-            if wave and longest * len(prompts | {so_far}) > self._prefill_tokens:
+            if wave and longest * len(prompts | {(request.adapter, so_far)}) > self._prefill_tokens:
                 break
-            prompts.add(so_far)
+            prompts.add((request.adapter, so_far))
             rows[share] += 1
             wave.append(self._others[share].popleft())
             if not self._others[share]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.kv_cache import KvCache
+from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.sampler import Settings, distribution, draw_from
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
 from tandem.engine.hf.shared_copy import twin
@@ -95,6 +96,7 @@ class EmbeddedEngine:
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
         )  # fmt: skip
         self._running: list[QueuedRequest] = []
+        self._adapters = MixedAdapters(module)
         self._holding, self._on_update, self._draining = StagedWeights(module), on_update, False
         self._source: WeightSource | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -124,7 +126,9 @@ class EmbeddedEngine:
         *,
         session: str | None = None,
         on_token: OnToken | None = None,
+        adapter: str = "",
     ) -> Completion:
+        """`adapter`: the name of one that was added; empty: the base answers."""
         self._refuse_what_does_not_fit(prompt_ids, sampling)
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name="engine")
@@ -133,8 +137,12 @@ class EmbeddedEngine:
             raise EngineError(f"engine: it has stopped: {self._why}")
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         stop_ids = self._end_ids.union(sampling.stop_ids) if sampling.stop_ids else self._end_ids
+        if adapter and adapter not in self._adapters.names:
+            raise EngineError(f"engine: there is no adapter '{adapter}'")
         shaper = self._shaper(prompt_ids, sampling)
-        self._waiting.add(QueuedRequest(list(prompt_ids), sampling, stop_ids, answer, on_token, shaper=shaper))
+        self._waiting.add(
+            QueuedRequest(list(prompt_ids), sampling, stop_ids, answer, on_token, shaper=shaper, adapter=adapter)
+        )
         self._work.set()
         return await answer  # if it is cancelled, the row is freed before the next iteration
 
@@ -154,6 +162,21 @@ class EmbeddedEngine:
             return ""
         why = "this engine has no grammars" if self._grammars is None else self._grammars.why_not(grammar)
         return why and f"{grammar.field}: {why}"
+
+    async def put_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Fingerprints
+    ) -> None:
+        """Serve an adapter of this base under a name, beside the others. `tensors`: under PEFT's names, B scaled;
+        `expected`: their fingerprints."""
+        async with self._iterating:  # between two iterations, as weights change
+            await self._call(self._adapters.put, name, tensors, config, expected)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Serve an adapter no more. EngineError while a request uses it."""
+        async with self._iterating:
+            if any(request.adapter == name for request in (*self._running, *self._waiting)):
+                raise EngineError(f"engine: adapter '{name}' answers a request now")
+            await self._call(self._adapters.drop, name)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         self._refuse_what_does_not_fit(ids, Sampling(max_tokens=0))
@@ -181,6 +204,8 @@ class EmbeddedEngine:
     async def load(self, version: int) -> Served:
         if self._source is None:
             raise SyncError("engine: load() before attach(): the source of weights is unknown")
+        if self._adapters.names:
+            raise SyncError("engine: it serves adapters of the base that it has; drop them before another version")
         phases = Phases()
         if self._source.carries == "live":
             await self.sleep()  # the trainer may have written already
@@ -370,6 +395,7 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _score(self, ids: list[int]) -> list[float]:
+        self._adapters.plan([""])
         ids_1T = torch.tensor([ids[:-1]], device=self._device, dtype=torch.long)
         positions_T = torch.arange(ids_1T.shape[1], device=self._device)
         hidden_1TH = self._head.hidden(ids_1T, positions_T[None], self._causal_mask(positions_T))
@@ -385,11 +411,14 @@ class EmbeddedEngine:
     def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
         """Return the logits after each request's prompt. Equal prompts are computed once."""
         first, last = len(self._running), len(self._running) + len(wave)
-        prompts: dict[tuple[int, ...], int] = {}
-        copies = [prompts.setdefault((*request.prompt, *request.ids), len(prompts)) for request in wave]
-        lengths = [len(prompt) for prompt in prompts]
+        prompts: dict[tuple[str, tuple[int, ...]], int] = {}
+        copies = [
+            prompts.setdefault((request.adapter, (*request.prompt, *request.ids)), len(prompts)) for request in wave
+        ]
+        lengths = [len(prompt) for _, prompt in prompts]
         width = max(lengths)
-        ids_PT = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], device=self._device)
+        ids_PT = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for _, prompt in prompts], device=self._device)
+        self._adapters.plan([adapter for adapter, _ in prompts])
         copies_S = torch.tensor(copies, device=self._device)
         lengths_P = torch.tensor(lengths, device=self._device)
         self._cache.num_rows = first
@@ -422,6 +451,7 @@ class EmbeddedEngine:
         key_T = torch.arange(self._cache.view, device=self._device)
         query_S111 = positions_S[:, None, None, None]
         mask = attention_masks.for_model(self._config, key_T <= query_S111, query_S111, key_T)
+        self._adapters.plan([request.adapter for request in self._running])
         hidden_S1H = self._head.hidden(self._last_S[:rows, None], positions_S[:, None], mask, self._cache)
         positions_S += 1
         return self._head.logits(hidden_S1H[:, 0])

@@ -32,7 +32,7 @@ class HookedAdapter:
         owners = {name.removesuffix(".weight").rpartition(".")[0] for name in arrived}
         for owner in owners:
             pair = [arrived.get(f"{owner}.lora_{side}.weight") for side in "AB"]
-            layer = self._layer(owner)
+            layer = self.layer(owner)
             a, b = pair
             if a is None or b is None:
                 raise SyncError(f"adapter: '{owner}' has only one of its two matrices")
@@ -52,7 +52,7 @@ class HookedAdapter:
             for hook in self._hooks:
                 hook.remove()
             owners = sorted({name.removesuffix(".lora_A.weight") for name in tensors if ".lora_A." in name})
-            self._hooks = [self._layer(owner).register_forward_hook(partial(self._add, owner)) for owner in owners]
+            self._hooks = [self.layer(owner).register_forward_hook(partial(self._add, owner)) for owner in owners]
         self._held = tensors
 
     def serving(self) -> Mapping[str, Tensor]:
@@ -63,7 +63,7 @@ class HookedAdapter:
         narrow = torch.nn.functional.linear(inputs[0].to(a.dtype), a)
         return output + torch.nn.functional.linear(narrow, b).to(output.dtype)
 
-    def _layer(self, owner: str) -> torch.nn.Linear:
+    def layer(self, owner: str) -> torch.nn.Linear:
         try:
             layer = self._module.get_submodule(owner.removeprefix(_PREFIX))
         except AttributeError:

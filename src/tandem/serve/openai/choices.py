@@ -85,6 +85,8 @@ class SampleJob:
     """The chat, if it is kept for feedback."""
     tools: bool = False
     """Whether tools were offered."""
+    model: str = ""
+    """The model that was asked for; empty: the service's own."""
 
     @property
     def prompts(self) -> list[list[int]]:

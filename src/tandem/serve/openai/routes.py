@@ -173,6 +173,8 @@ class OpenAi:
     """The values of `on_update` that a request may choose."""
     chats: ChatStore | None = None
     """Keeps chats for feedback."""
+    adapters: Mapping[str, Sampler] = field(default_factory=dict[str, Sampler])
+    """Further models by their names: adapters over the engine's base. It may change between two requests."""
     running: int = 0
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -196,11 +198,11 @@ class OpenAi:
         }  # fmt: skip
 
     async def models(self) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names]})
 
     async def model(self, name: str) -> JSONResponse:
         self._check_model(name)
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(name))
 
     @speaks(ChatRequest, answers=(JSON, EVENTS))
     async def chat(self, request: Request) -> Response:
@@ -239,7 +241,7 @@ class OpenAi:
         asked = await parse(CompletionRequest, request)
         self._check_model(asked.model)
         self._check_store(asked, None)
-        if asked.prompt_logprobs is not None and not isinstance(self.engine, ScoringEngine):
+        if asked.prompt_logprobs is not None and not isinstance(self._sampler(asked.model), ScoringEngine):
             text = "prompt_logprobs: this engine gives no logprobs of given tokens; `tandem serve` does; leave it out"
             raise RequestRefused(422, text, field="prompt_logprobs")
         one_prompt = isinstance(asked.prompt, str) or isinstance(asked.prompt[0], int)
@@ -278,6 +280,7 @@ class OpenAi:
             logprobs=logprobs,
             token_ids=asked.return_token_ids,
             calls=calls,
+            model=asked.model,
         )  # fmt: skip
 
     async def check(self, request: Request, job: SampleJob, named: str) -> None:
@@ -320,9 +323,17 @@ class OpenAi:
             raise RequestRefused(422, str(error), field=field) from error
 
     def _check_model(self, name: str) -> None:
-        if name != self.model_id:
-            raise RequestRefused(404, f"there is no model '{name}'; this service has '{self.model_id}'", field="model",
+        if name not in self._names:
+            known = ", ".join(f"'{each}'" for each in self._names)
+            raise RequestRefused(404, f"there is no model '{name}'; this service has {known}", field="model",
                           code="model_not_found")  # fmt: skip
+
+    @property
+    def _names(self) -> list[str]:
+        return [self.model_id, *self.adapters]
+
+    def _sampler(self, name: str) -> Sampler:
+        return self.adapters.get(name, self.engine)
 
     def _check_store(self, asked: ChatRequest | CompletionRequest, chats: ChatStore | None) -> None:
         if asked.store and chats is None:
@@ -399,7 +410,7 @@ class OpenAi:
 
     async def _chunks(self, job: SampleJob, layout: ResponseLayout) -> AsyncIterator[str]:
         choices = self.choices(job, parts_thoughts=layout.parts_thoughts)
-        head = self._head(job, layout, layout.chunk_object, self.engine.version)
+        head = self._head(job, layout, layout.chunk_object, self._sampler(job.model).version)
         extra: dict[str, Any] = {"usage": None} if job.include_usage else {}
         first: dict[str, Any] = {"prompt_token_ids": job.prompt_token_ids} if job.token_ids else {}
 
@@ -441,10 +452,11 @@ class OpenAi:
         news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         tasks: list[asyncio.Task[Completion]] = []
         self.books.prompt_tokens.inc(sum(map(len, job.prompts)))
+        sampler = self._sampler(job.model)
         with job.opened.under_way():
             for index, (place, sampling) in enumerate(job.samples):
                 on_token = partial(_put_token, news, index) if job.stream else None
-                sampled = self.engine.generate(place.prompt, sampling, session=place.session or None, on_token=on_token)
+                sampled = sampler.generate(place.prompt, sampling, session=place.session or None, on_token=on_token)
                 task = asyncio.create_task(sampled)
                 task.add_done_callback(partial(_put_end, news, index))
                 tasks.append(task)
@@ -485,11 +497,14 @@ class OpenAi:
 
     def _head(self, job: SampleJob, layout: ResponseLayout, kind: str, version: int) -> dict[str, Any]:
         session = {"session_id": job.opened.session} if job.opened.session else {}
+        name = job.model or self.model_id
+        # A revision of a deployment, NAME@N, is named in the ids of its answers, so that their feedback finds it.
+        revision = f".{name}" if "@" in name else ""
         return {
-            "id": layout.id_prefix + uuid.uuid4().hex,
+            "id": layout.id_prefix + uuid.uuid4().hex + revision,
             "object": kind,
             "created": int(time.time()),
-            "model": self.model_id,
+            "model": name,
             "weight_version": version,
             **session,
         }
@@ -505,10 +520,10 @@ class OpenAi:
             choice["weight_versions"] = [[span.version, span.count] for span in piece.spans]
         return choice
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.model_id, "object": "model", "created": self.started, "owned_by": "tandem",
-            "max_model_len": self.context, "weight_version": self.engine.version,
+            "id": name, "object": "model", "created": self.started, "owned_by": "tandem",
+            "max_model_len": self.context, "weight_version": self._sampler(name).version,
         }  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
+
 from fastapi import APIRouter
 
 from tandem.io.chat_feedback import ChatStore
@@ -22,12 +24,17 @@ def openai_router(api: OpenAi, prefix: str) -> APIRouter:
 
 def openai_service(
     engine: Sampler, renderer: ChatRenderer, *, model_id: str, context: int, num_ids: int, max_requests: int = 4096,
-    chats: ChatStore | None = None,
+    chats: ChatStore | None = None, adapters: Mapping[str, Sampler] | None = None,
+    start: Callable[[], Awaitable[None]] | None = None,
 ) -> Service:  # fmt: skip
     """Build the service. `context`: most tokens of prompt and completion together. `num_ids`: size of the vocabulary.
-    `max_requests`: most samples at a time. `chats`: keeps chats for feedback."""
+    `max_requests`: most samples at a time. `chats`: keeps chats for feedback. `adapters`: further models by their
+    names. `start`: called before the first request."""
     renderer = renderer.within(context)
-    api = OpenAi(engine, renderer, Stateless(renderer), model_id, context, num_ids, max_requests, chats=chats)
+    api = OpenAi(
+        engine, renderer, Stateless(renderer), model_id, context, num_ids, max_requests, chats=chats,
+        adapters={} if adapters is None else adapters,
+    )  # fmt: skip
     router = APIRouter()
     for each in (openai_router(api, "/v1"), feedback_router(chats), Others(api).router()):
         router.include_router(each)
@@ -37,4 +44,4 @@ def openai_service(
         if chats is not None:
             chats.close()
 
-    return Service("tandem serve", router, api.limits, api.books.registry, close)
+    return Service("tandem serve", router, api.limits, api.books.registry, close, start=start)

@@ -1,0 +1,80 @@
+"""Read LoRA adapters from files, and build the base of a run that trained one, to serve them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem.errors import RunError
+from tandem.spec.load import load_spec
+from tandem.spec.precision import Float32Precision
+
+if TYPE_CHECKING:
+    from tandem.build.training import BuiltModel
+
+CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PLAIN: dict[str, Any] = {
+    "use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none",
+    "modules_to_save": None, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
+}  # fmt: skip
+"""With other settings the same tensors mean something else."""
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """`tensors`: under PEFT's names, B scaled."""
+
+    tensors: Mapping[str, Any]
+    config: Mapping[str, Any]
+    fingerprints: Mapping[str, Any]
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / CONFIG).is_file() and not (directory / "config.json").exists()
+
+
+def read_adapter(directory: Path) -> ServedAdapter:
+    """Return an adapter in PEFT's format. RunError if it cannot be served."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from tandem.ops.digest import fingerprints
+
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(directory / _WEIGHTS)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise RunError(f"{directory}: no LoRA adapter can be read from it: {error}") from error
+    for field, plain in _PLAIN.items():
+        if (found := config.get(field)) not in (plain, None):
+            raise RunError(
+                f"{directory}: its adapter has {field} = {found}, which is not served beside others; merge it"
+            )
+    scaled = {
+        name: tensor.float() * (alpha / rank) if ".lora_B." in name else tensor.float()
+        for name, tensor in tensors.items()
+    }
+    return ServedAdapter(scaled, {"r": rank}, fingerprints(scaled))
+
+
+def base_of_run(run_dir: Path, device: Any, max_context: int) -> BuiltModel:
+    """Build the base under a run's adapter, as its trainer did."""
+    from tandem.build import training
+
+    spec = load_spec(run_dir / "spec.toml")
+    lora, start = spec.model.lora, spec.model.warm_start
+    if lora is None:
+        raise RunError(f"{run_dir}: trains every weight, so it has no base under an adapter")
+    if lora.base != "exact":
+        raise RunError(
+            f"{run_dir}: model.lora.base = '{lora.base}': an adapter over quantised weights is not served beside "
+            "others; serve its export, which is merged"
+        )
+    if start is not None and is_adapter(Path(start)):
+        start = None  # the run's own adapter went on from it
+    model = spec.model.model_copy(update={"lora": None, "warm_start": start})
+    return training.model(model, Float32Precision(), spec.seed, device, max_context)

@@ -1,0 +1,119 @@
+"""Rows of one batch with different LoRA adapters answer as each adapter does alone, merged into the base."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.hf.engine import EmbeddedEngine
+from tandem.errors import EngineError, SyncError
+from tandem.model.presets import make_model
+from tandem.ops.digest import fingerprints
+from tandem.text.tokenizer import byte_tokenizer
+from tandem.types import Completion, Sampling
+
+RANKS = {"a": 4, "b": 8, "c": 2}
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return make_model("tiny", byte_tokenizer(), 0).eval()
+
+
+def adapter(module: Any, name: str, layers: str = "") -> dict[str, Tensor]:
+    torch.manual_seed(ord(name))
+    tensors = dict[str, Tensor]()
+    for path, layer in module.named_modules():
+        if isinstance(layer, torch.nn.Linear) and path != "lm_head" and layers in path:
+            owner = f"base_model.model.{path}"
+            tensors[f"{owner}.lora_A.weight"] = torch.randn(RANKS[name], layer.in_features) / 4
+            tensors[f"{owner}.lora_B.weight"] = torch.randn(layer.out_features, RANKS[name]) / 8
+    return tensors
+
+
+def engine_of(module: Any) -> EmbeddedEngine:
+    engine = EmbeddedEngine(
+        module, num_ids=256, end_ids=frozenset(), decode=lambda ids: "", kv_gib=0.1
+    )  # fmt: skip
+    engine.version = 3
+    return engine
+
+
+async def put(engine: EmbeddedEngine, name: str, tensors: dict[str, Tensor], **wrong: Any) -> None:
+    await engine.put_adapter(name, tensors, {"r": RANKS[name]}, {**fingerprints(tensors), **wrong})
+
+
+def merged(module: Any, tensors: dict[str, Tensor]) -> Any:
+    whole = copy.deepcopy(module)
+    for path, layer in whole.named_modules():
+        owner = f"base_model.model.{path}"
+        if (a := tensors.get(f"{owner}.lora_A.weight")) is not None:
+            layer.weight.data += tensors[f"{owner}.lora_B.weight"] @ a
+    return whole
+
+
+def test_each_row_answers_as_its_adapter_alone_would(base: Any):
+    module, adapters = copy.deepcopy(base), {name: adapter(base, name) for name in ("a", "b")}
+    adapters["c"] = adapter(base, "c", "mlp")  # fewer layers, another rank
+    prompt, sampling = [5, 6, 7, 8], Sampling(12, seed=4)
+
+    async def alone(whole: Any) -> Completion:
+        engine = engine_of(whole)
+        try:
+            return await engine.generate(prompt, sampling)
+        finally:
+            await engine.close()
+
+    async def play() -> None:
+        expected = {name: await alone(merged(base, tensors)) for name, tensors in adapters.items()}
+        expected[""] = await alone(copy.deepcopy(base))
+        assert len({tuple(each.ids) for each in expected.values()}) == 4
+        engine = engine_of(module)
+        for name, tensors in adapters.items():
+            await put(engine, name, tensors)
+        for names in ("a", "aa", "abc", "cba", "abcabc", "aab", ["a", "", "c", ""], ["", "", "b"], ["c", "a", "", "a"]):
+            told = await asyncio.gather(*(engine.generate(prompt, sampling, adapter=name) for name in names))
+            for name, each in zip(names, told, strict=True):
+                assert each.ids == expected[name].ids, (names, name)
+                assert each.logprobs == pytest.approx(expected[name].logprobs, abs=1e-4)
+        # A row that ends early, or comes later, changes nothing for the others.
+        asked = [("a", 3), ("b", 12), ("", 5), ("c", 12), ("a", 9)]
+        told = await asyncio.gather(
+            *(engine.generate(prompt, Sampling(tokens, seed=4), adapter=name) for name, tokens in asked)
+        )
+        for (name, tokens), each in zip(asked, told, strict=True):
+            assert each.ids == expected[name].ids[:tokens]
+        await engine.drop_adapter("b")
+        told = await asyncio.gather(*(engine.generate(prompt, sampling, adapter=name) for name in ("c", "a", "")))
+        assert [each.ids for each in told] == [expected[name].ids for name in ("c", "a", "")]
+        with pytest.raises(EngineError, match="no adapter 'b'"):
+            await engine.generate(prompt, sampling, adapter="b")
+        await engine.close()
+
+    asyncio.run(play())
+
+
+def test_an_adapter_that_is_not_what_was_sent_or_does_not_fit_is_refused_and_the_others_stay(base: Any):
+    module, tensors = copy.deepcopy(base), adapter(base, "a")
+
+    async def play() -> None:
+        engine = engine_of(module)
+        await put(engine, "a", tensors)
+        before = await engine.generate([5, 6], Sampling(6), adapter="a")
+        other, some = adapter(base, "b"), next(iter(tensors))
+        with pytest.raises(SyncError, match="is not what was sent"):
+            await put(engine, "b", other, **{some: fingerprints(tensors)[some]})
+        with pytest.raises(SyncError, match="has only one of its two matrices"):
+            await put(engine, "b", {some: other[some]})
+        with pytest.raises(EngineError, match="no adapter 'b'"):
+            await engine.generate([5, 6], Sampling(6), adapter="b")
+        again = await engine.generate([5, 6], Sampling(6), adapter="a")
+        assert (again.ids, again.logprobs) == (before.ids, before.logprobs)
+        await engine.close()
+
+    asyncio.run(play())
