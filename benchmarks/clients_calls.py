@@ -1,3 +1,4 @@
+# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 """The calls of benchmarks/clients.py, made in the clients' own environment: `clients_calls.py URL [ONLY]`.
 
 Prints a line of JSON for each call. The token is in the environment (THE_TOKEN).
