@@ -1,4 +1,3 @@
-# pyright: reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 """The calls of benchmarks/clients.py, made in the clients' own environment: `clients_calls.py URL [ONLY]`.
 
 Prints a line of JSON for each call. The token is in the environment (THE_TOKEN).
@@ -314,7 +313,7 @@ def _() -> None:
     told = client.chat.completions.parse(
         model=MODEL, messages=SAY, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=200
     )
-    assert isinstance(told.choices[0].message.tool_calls[0].function.parsed_arguments, Sum)
+    assert isinstance(told.choices[0].message.tool_calls[0].function.parsed_arguments, Sum)  # pyright: ignore
 
 
 # --- openai: completions, responses and others
@@ -333,7 +332,7 @@ def _() -> None:
 @call("openai", "completions, logprobs = 3", "logprobs")
 def _() -> None:
     told = client.completions.create(model=MODEL, prompt="Hello", max_tokens=4, logprobs=3).choices[0].logprobs
-    assert all(1 <= len(each) <= 3 for each in told.top_logprobs)
+    assert all(1 <= len(each) <= 3 for each in told.top_logprobs)  # pyright: ignore
 
 
 @call("openai", "completions, echo", "echo")
@@ -355,7 +354,7 @@ def _() -> None:
 def _() -> None:
     told = client.responses.create(model=MODEL, input="Say hello.", instructions="Be short.", max_output_tokens=8)
     assert told.status in ("completed", "incomplete")
-    assert told.usage.output_tokens <= 8
+    assert told.usage.output_tokens <= 8  # pyright: ignore
 
 
 @call("openai", "responses, async")
@@ -545,7 +544,7 @@ def _() -> None:
         said = kind.invoke("Hello, in JSON")["raw"].content
     except openai.LengthFinishReasonError as error:  # what a small model says has no end
         said = error.completion.choices[0].message.content
-    assert said.startswith("{")
+    assert said.startswith("{")  # pyright: ignore
 
 
 @call("langchain", "use_responses_api")
