@@ -29,23 +29,10 @@ from typing import Any
 import httpx
 
 from common import note, table
+from run_kills import ENVIRONMENT
 from tandem.client import Tandem
 
 NAME, MOST_TOKENS, PROMPTS = "support", 8, 32
-
-
-ENVIRONMENT = """
-from tandem.types import Outcome, Task
-
-
-class Ascii:
-    def tasks(self, split):
-        return [Task(f"{split} {number}", ({"role": "user", "content": f"{split} {number}"},)) for number in range(40)]
-
-    async def run(self, task, chat):
-        reply = await chat.reply()
-        return Outcome(sum(character.isascii() for character in reply.text) / (len(reply.text) + 1))
-"""
 SPEC: dict[str, Any] = {
     "recipe": "rl",
     "device": "cpu",

@@ -204,9 +204,9 @@ class ShapingEngine(Protocol):
 
 def why_not_sampled(engine: object, sampling: Sampling) -> str:
     """Return why an engine cannot sample so; empty if it can. The text begins with the option's name."""
-    if isinstance(engine, ShapingEngine) or not sampling.extras:
-        return engine.why_not(sampling) if isinstance(engine, ShapingEngine) else ""
-    return f"{sampling.extras[0]}: this engine does not have it; `tandem serve` does"
+    if isinstance(engine, ShapingEngine):
+        return engine.why_not(sampling)
+    return f"{sampling.extras[0]}: this engine does not have it; `tandem serve` does" if sampling.extras else ""
 
 
 @runtime_checkable

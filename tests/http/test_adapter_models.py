@@ -22,18 +22,9 @@ from tandem.recipes.serve import load_model
 from tandem.spec.engine import HfEngineSpec
 from tandem.types import Sampling
 
-ENVIRONMENT = """
-from tandem.types import Outcome, Task
+sys.path.insert(0, str(Path(__file__).parents[1] / "control"))
 
-
-class Ascii:
-    def tasks(self, split):
-        return [Task(f"{split} {number}", ({"role": "user", "content": f"{split} {number}"},)) for number in range(40)]
-
-    async def run(self, task, chat):
-        reply = await chat.reply()
-        return Outcome(sum(character.isascii() for character in reply.text) / (len(reply.text) + 1))
-"""
+from whole_way import ENVIRONMENT
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +73,26 @@ def test_an_adapter_of_the_last_step_answers_as_the_export_that_has_it_merged(tr
     asyncio.run(play())
 
 
+def test_a_streamed_answer_of_an_adapter_has_the_likeliest_tokens_and_the_engine_goes_on(trained: Path):
+    """The engine tells these tokens in another form: a model that took only the usual one would end it for all."""
+
+    async def play() -> None:
+        model, engine = await asyncio.to_thread(load_model, trained, 0, HfEngineSpec(), thinking=False, inline=False)
+        table = AdapterTable([], [f"last={trained}@3"], None)
+        await table.begin(engine)
+        prompt = model.renderer.prompt([{"role": "user", "content": "hello"}])
+        told: list[tuple[Any, ...]] = []
+        asked = Sampling(6, seed=1, top_logprobs=2)
+        answer = await table.models["last"].generate(prompt, asked, on_token=lambda *token: told.append(token))
+        assert [(token_id, version) for token_id, _, version, _ in told] == [(each, 3) for each in answer.ids]
+        assert [ranked for *_, ranked in told] == answer.alternatives
+        assert [len(each) for each in answer.alternatives] == [2] * len(answer.ids)
+        assert (await engine.generate(prompt, Sampling(2))).ids
+        await engine.close()
+
+    asyncio.run(play())
+
+
 def test_sources_that_are_none_are_refused(trained: Path, tmp_path: Path):
     with pytest.raises(SpecError, match="write NAME=DIR"):
         AdapterTable([], ["name"], None)
@@ -123,6 +134,8 @@ def test_a_server_takes_adapters_on_and_gives_them_up_while_it_answers(trained: 
             answer = ask("support@1").json()
             assert (answer["model"], answer["weight_version"], answer["id"][-10:]) == ("support@1", 1, ".support@1")
             assert ask("two").json()["choices"][0]["weight_versions"][0][0] == 2
+            whole = client.post("/v1/responses", json={"model": "two", "input": "hi", "max_output_tokens": 4}).json()
+            assert (whole["model"], whole["weight_version"]) == ("two", 2)
             assert told() == {"two": ""}
 
             stone = next((trained / "checkpoints/step-3/deploy").glob("adapter_model.safetensors"))

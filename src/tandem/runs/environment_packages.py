@@ -28,7 +28,7 @@ from tandem.env.installed import InstalledPackages
 from tandem.errors import ControlNotKnown, RunError, SpecError
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
-from tandem.io.wheel_file import WheelContent, file_digest, open_wheel
+from tandem.io.wheel_file import WheelContent, file_digest, names_in, open_wheel
 from tandem.spec.package_names import PackageName, normalized, package_name, version_key
 
 _log = logging.getLogger(__name__)
@@ -42,15 +42,12 @@ _CACHE = Path("tandem") / "environments"
 def keep_packages(names: Sequence[str], index: PackageIndex, directory: Path, signing_key: str = "") -> None:
     """Resolve packages, and write pins and wheels into a new directory. `signing_key`: of the server, if it is known:
     then the signature of each provenance is checked."""
-    found, machine, environments = dict[str, WheelContent](), dict[str, str](), dict[str, dict[str, str]]()
     with atomic_write.directory(directory) as fresh:
+        resolved, environments = _Resolution(index, fresh, signing_key), dict[str, dict[str, str]]()
         for name in dict.fromkeys(names):
             wanted = package_name(name)
-            content = _take(wanted, index, found, machine, fresh, signing_key)
-            environments[package_title(wanted)] = {
-                "package": content.distribution, "version": content.version, "place": _place(wanted, content),
-            }  # fmt: skip
-        write_pins(fresh, found, machine, environments, index.where)
+            environments[package_title(wanted)] = _environment_pin(wanted, resolved.take(wanted))
+        write_pins(fresh, resolved.wheels, resolved.machine, environments, index.where)
 
 
 def keep_wheel(wheel: Path, directory: Path) -> str:
@@ -60,10 +57,7 @@ def keep_wheel(wheel: Path, directory: Path) -> str:
     with atomic_write.directory(directory, durable=False) as fresh:
         shutil.copyfile(wheel, fresh / wheel.name)
         wanted = PackageName("local", content.distribution, content.version)
-        environments = {name: {
-            "package": content.distribution, "version": content.version, "place": _place(wanted, content),
-        }}  # fmt: skip
-        write_pins(fresh, {content.distribution: content}, {}, environments, "")
+        write_pins(fresh, {content.distribution: content}, {}, {name: _environment_pin(wanted, content)}, "")
     return name
 
 
@@ -85,98 +79,92 @@ def write_pins(
     atomic_write.write_json(directory / PINS, pins)
 
 
-def _take(
-    wanted: PackageName,
-    index: PackageIndex,
-    found: dict[str, WheelContent],
-    machine: dict[str, str],
-    fresh: Path,
-    signing_key: str,
-) -> WheelContent:
-    """Fetch a package and all that it needs of its org."""
-    chosen = index.choose(wanted)
-    fetched = index.fetch(chosen)
-    content = fetched.content
-    if fetched.yanked:
-        why = f" ({fetched.yanked_why})" if fetched.yanked_why else ""
-        raise SpecError(
-            f"'{wanted.title}=={content.version}' was yanked{why}; name another version. A run that has it goes on "
-            "with it, and environment.pins = 'RUN/environment' repeats one"
-        )
-    if signing_key:
-        index.check_provenance(fetched, signing_key)
-    known = found.get(content.distribution)
-    if known is not None and known.sha256 != content.sha256:
-        raise SpecError(f"environment: two versions of '{wanted.title}' are needed: {known.version}, {content.version}")
-    found[content.distribution] = content
-    if len(found) > _MOST:
-        raise SpecError(f"'{wanted.title}': needs more than {_MOST} packages")
-    atomic_write.write_bytes(fresh / content.file, fetched.wheel)
-    _check_python(content)
-    for text in content.requires:
-        _require(text, wanted, content, index, found, machine, fresh, signing_key)
-    return content
+def _environment_pin(wanted: PackageName, content: WheelContent) -> dict[str, str]:
+    return {"package": content.distribution, "version": content.version, "place": _place(wanted, content)}
 
 
-def _require(
-    text: str,
-    wanted: PackageName,
-    content: WheelContent,
-    index: PackageIndex,
-    found: dict[str, WheelContent],
-    machine: dict[str, str],
-    fresh: Path,
-    signing_key: str,
-) -> None:
-    from packaging.requirements import InvalidRequirement, Requirement
+class _Resolution:
+    """Packages with all that they need, while they are fetched into `fresh`."""
 
-    try:
-        needs = Requirement(text)
-    except InvalidRequirement:
-        raise SpecError(f"{content.file}: its requirement '{text[:100]}' is none") from None
-    if needs.url:
-        raise SpecError(
-            f"{content.file}: needs '{text[:100]}' from a place of its own; an index has all that is needed"
-        )
-    if needs.marker is not None and not needs.marker.evaluate({"extra": ""}):
-        return
-    name = normalized(needs.name)
-    if name.startswith(wanted.prefix):  # of its org: from the index alone, whatever this machine has of that name
-        fitting = [
-            version
-            for each in _files(index, name, content)
-            if needs.specifier.contains(version := each.filename.split("-")[1])
-        ]
-        if not fitting:
-            raise SpecError(f"{content.file}: needs '{text[:100]}', and {index.where} has no such version")
-        known = found.get(name)
-        if known is not None:
-            if not needs.specifier.contains(known.version, prereleases=True):
+    def __init__(self, index: PackageIndex, fresh: Path, signing_key: str) -> None:
+        self._index, self._fresh, self._signing_key = index, fresh, signing_key
+        self.wheels: dict[str, WheelContent] = {}
+        """By distribution."""
+        self.machine: dict[str, str] = {}
+        """The versions of what they need of this machine."""
+
+    def take(self, wanted: PackageName) -> WheelContent:
+        """Fetch a package and all that it needs of its org."""
+        fetched = self._index.fetch(self._index.choose(wanted))
+        content = fetched.content
+        if fetched.yanked:
+            why = f" ({fetched.yanked_why})" if fetched.yanked_why else ""
+            raise SpecError(
+                f"'{wanted.title}=={content.version}' was yanked{why}; name another version. A run that has it goes on "
+                "with it, and environment.pins = 'RUN/environment' repeats one"
+            )
+        if self._signing_key:
+            self._index.check_provenance(fetched, self._signing_key)
+        known = self.wheels.get(content.distribution)
+        if known is not None and known.sha256 != content.sha256:
+            raise SpecError(
+                f"environment: two versions of '{wanted.title}' are needed: {known.version}, {content.version}"
+            )
+        self.wheels[content.distribution] = content
+        if len(self.wheels) > _MOST:
+            raise SpecError(f"'{wanted.title}': needs more than {_MOST} packages")
+        atomic_write.write_bytes(self._fresh / content.file, fetched.wheel)
+        _check_python(content)
+        for text in content.requires:
+            self._require(text, wanted, content)
+        return content
+
+    def _require(self, text: str, wanted: PackageName, content: WheelContent) -> None:
+        from packaging.requirements import InvalidRequirement, Requirement
+
+        try:
+            needs = Requirement(text)
+        except InvalidRequirement:
+            raise SpecError(f"{content.file}: its requirement '{text[:100]}' is none") from None
+        if needs.url:
+            raise SpecError(
+                f"{content.file}: needs '{text[:100]}' from a place of its own; an index has all that is needed"
+            )
+        if needs.marker is not None and not needs.marker.evaluate({"extra": ""}):
+            return
+        name = normalized(needs.name)
+        if name.startswith(wanted.prefix):  # of its org: from the index alone, whatever this machine has of that name
+            fitting = [each for each in self._versions(name, content) if needs.specifier.contains(each)]
+            if not fitting:
+                raise SpecError(f"{content.file}: needs '{text[:100]}', and {self._index.where} has no such version")
+            known = self.wheels.get(name)
+            if known is None:
+                newest = max(fitting, key=version_key)
+                self.take(PackageName(wanted.prefix[:-1], name.removeprefix(wanted.prefix), newest))
+            elif not needs.specifier.contains(known.version, prereleases=True):
                 raise SpecError(f"{content.file}: needs '{text[:100]}', and {known.version} is needed by another")
             return
-        part = PackageName(wanted.prefix[:-1], name.removeprefix(wanted.prefix), max(fitting, key=version_key))
-        _take(part, index, found, machine, fresh, signing_key)
-        return
-    try:
-        there = metadata.version(needs.name)
-    except metadata.PackageNotFoundError:
-        raise SpecError(
-            f"{content.file}: needs '{text[:100]}', which is not installed here; install it. It is not fetched: what a "
-            "package needs beyond its org's own packages comes from you"
-        ) from None
-    if not needs.specifier.contains(there, prereleases=True):
-        raise SpecError(f"{content.file}: needs '{text[:100]}', and {there} is installed here")
-    machine[name] = there
+        try:
+            there = metadata.version(needs.name)
+        except metadata.PackageNotFoundError:
+            raise SpecError(
+                f"{content.file}: needs '{text[:100]}', which is not installed here; install it. It is not fetched: "
+                "what a package needs beyond its org's own packages comes from you"
+            ) from None
+        if not needs.specifier.contains(there, prereleases=True):
+            raise SpecError(f"{content.file}: needs '{text[:100]}', and {there} is installed here")
+        self.machine[name] = there
 
-
-def _files(index: PackageIndex, distribution: str, content: WheelContent) -> Sequence[Any]:
-    try:
-        return [each for each in index.files(distribution) if each.yanked is False]
-    except ControlNotKnown:
-        raise SpecError(
-            f"{content.file}: needs '{distribution}', a name of its org, and {index.where} has no such package. It is "
-            "taken from no other place"
-        ) from None
+    def _versions(self, distribution: str, content: WheelContent) -> list[str]:
+        """Return the versions of a distribution that were not yanked."""
+        try:
+            files = self._index.files(distribution)
+        except ControlNotKnown:
+            raise SpecError(
+                f"{content.file}: needs '{distribution}', a name of its org, and {self._index.where} has no such "
+                "package. It is taken from no other place"
+            ) from None
+        return [names_in(each.filename)[1] for each in files if each.yanked is False]
 
 
 def _check_python(content: WheelContent) -> None:

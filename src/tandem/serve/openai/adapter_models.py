@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from tandem.protocols import OnToken
 from tandem.types import Completion, Sampling, Span
@@ -40,9 +40,9 @@ class AdapterModel:
         session: str | None = None,
         on_token: OnToken | None = None,
     ) -> Completion:
-        def told(token_id: int, logprob: float, _base: int) -> None:
+        def told(token_id: int, logprob: float, _base: int, *ranked: Any) -> None:
             assert on_token is not None
-            on_token(token_id, logprob, self.version)
+            on_token(token_id, logprob, self.version, *ranked)
 
         completion = await self.engine.generate(
             prompt_ids, sampling, session=session, on_token=told if on_token else None, adapter=self.adapter

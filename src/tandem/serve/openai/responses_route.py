@@ -42,7 +42,7 @@ class Responses:
         asked, given = await read(request, as_chat)
         with named_as_here():
             job = await self.api.chat_job(request, given, keep=False)
-        turn = Turn(asked, job, self.api.model_id, job.speech or self.api.renderer)
+        turn = Turn(asked, job, job.speech or self.api.renderer)
         if asked.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | self.api.headers(job)
             return StreamingResponse(self._events(job, turn), media_type="text/event-stream", headers=headers)
@@ -72,7 +72,7 @@ class Responses:
 class Turn:
     """One response while it is sampled, as events; `body` is the whole."""
 
-    def __init__(self, asked: ResponsesRequest, job: SampleJob, model_id: str, names: TokenNames) -> None:
+    def __init__(self, asked: ResponsesRequest, job: SampleJob, names: TokenNames) -> None:
         self._job, self._names, self._number = job, names, 0
         self._open: Event | None = None
         """The item that grows: a thought or a message."""
@@ -80,7 +80,7 @@ class Turn:
         self.body: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()),
             "status": "in_progress", "error": None, "incomplete_details": None, "instructions": asked.instructions,
-            "metadata": asked.metadata, "model": model_id, "output": [],
+            "metadata": asked.metadata, "model": asked.model, "output": [],
             "parallel_tool_calls": asked.parallel_tool_calls, "temperature": asked.temperature, "top_p": asked.top_p,
             "tool_choice": asked.tool_choice, "tools": asked.tools, "text": text, "store": False,
             "max_output_tokens": asked.max_output_tokens, "top_logprobs": asked.top_logprobs,
