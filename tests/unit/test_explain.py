@@ -93,3 +93,14 @@ def test_what_a_run_prints_does_not_control_the_terminal(tmp_path: Path):
     shown = CliRunner().invoke(app, ["explain", str(tmp_path)])
     assert "\x1b" not in shown.stdout
     assert "red [31m" in shown.stdout
+
+
+def test_the_first_bad_step_is_told_whatever_else_is_in_the_metrics(tmp_path: Path):
+    """A row of an evaluation, or one that another program wrote, has no step."""
+    run_dir(tmp_path, {"state": "failed", "error": "stopped"})
+    rows = [{"stage": "rl", "note": "no step"}, *({"step": n, "stage": "rl", "grad/norm": 1.0} for n in range(1, 31))]
+    rows.append({"step": 31, "stage": "rl", "grad/norm": 99.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = explain_run(tmp_path)
+    assert found["bad_step"]["step"] == 31
+    assert "first bad step 31: the gradient's norm is 99 times" in told(found)

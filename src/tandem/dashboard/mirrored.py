@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.dashboard.views import Found, Runs, first_line, plain
 from tandem.errors import NotKnown, RunError
-from tandem.obs.run_history import History, read_history
+from tandem.obs.run_history import History, Row, read_history
 from tandem.runs.explain import explain_run
 from tandem.runs.liveness import read_sign
 from tandem.runs.named_runs import sight_of
@@ -75,9 +75,9 @@ class MirroredRuns(Runs):
         except RunError:
             return History(self.place(name), {}, [], [], [], self._told[name].spec, "")
 
-    def explained(self, name: str) -> Found:
-        info = self._told[name].info
-        return explain_run(self.place(name), name=name, state=info.state, why=info.why, ended=self._attempts(name))
+    def explained(self, name: str, rows: Sequence[Row]) -> Found:
+        info, ended = self._told[name].info, self._attempts(name)
+        return explain_run(self.place(name), name=name, state=info.state, why=info.why, ended=ended, rows=rows)
 
     def versions(self, name: str) -> Found:
         try:

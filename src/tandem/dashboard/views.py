@@ -16,7 +16,6 @@ from typing import Any, cast
 from tandem.errors import NotKnown
 from tandem.io.kept_samples import first_and_last_step, sample_tokens, samples
 from tandem.io.log_lines import LOGS, read_log
-from tandem.obs.bad_step import first_bad_step
 from tandem.obs.claims import headline, printable
 from tandem.obs.report import result_of
 from tandem.obs.run_history import History, Row, evaluations, number, read_history
@@ -70,16 +69,17 @@ class Runs:
         sight = self.sight(name)
         return plain({key: sight[key] for key in ("state", "stage", "step", "steps_total", "liveness", "verdict")})
 
-    def explained(self, name: str) -> Found:
-        """Return why a run ended so, and what to do next."""
-        return explain_run(self.place(name), name=name)
+    def explained(self, name: str, rows: Sequence[Row]) -> Found:
+        """Return why a run ended so, and what to do next. `rows`: of its metrics."""
+        return explain_run(self.place(name), name=name, rows=rows)
 
     def history(self, name: str) -> History:
         return read_history(self.place(name))
 
     def overview(self, name: str) -> Found:
         sight, stands = self.sight(name), self.stands(name)
-        history, explained = self.history(name), self.explained(name)
+        history = self.history(name)
+        explained = self.explained(name, history.rows)
         result = result_of(history)
         return plain(
             {
@@ -94,7 +94,7 @@ class Runs:
                 "attempts": sight["attempts"],
                 "why": explained["why"][:_LONGEST_WHY],
                 "failure": explained["failure"],
-                "bad_step": first_bad_step(history.rows),
+                "bad_step": explained["bad_step"],
                 "next": explained["next"],
                 "proof": {key: value for key, value in self.versions(name).items() if key in ("proven", "verdict")},
                 "metrics": metric_names(history.rows),

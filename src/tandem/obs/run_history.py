@@ -65,12 +65,17 @@ def read_history(run_dir: Path) -> History:
     return History(
         directory=run_dir,
         status=read_status(run_dir),
-        rows=[row for row in read_jsonl(run_dir / "metrics.jsonl") if number(row.get("step")) is not None],
+        rows=read_metrics(run_dir),
         ledger=read_jsonl(run_dir / "sync.jsonl"),
         samples=read_jsonl(run_dir / "samples.jsonl"),
         spec=_text(run_dir / "spec.toml"),
         log_tail="\n".join(_text(run_dir / "log.txt").splitlines()[-_LOG_LINES:]),
     )
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """Return the rows of metrics.jsonl that have a step."""
+    return [row for row in read_jsonl(run_dir / "metrics.jsonl") if number(row.get("step")) is not None]
 
 
 def read_status(run_dir: Path) -> Mapping[str, Any]:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from tandem.errors import RunError
-from tandem.io.jsonl import read_jsonl
 from tandem.obs.bad_step import first_bad_step
-from tandem.obs.run_history import read_status
+from tandem.obs.run_history import read_metrics, read_status
 from tandem.runs.failure_diagnosis import classify_end, kinds
 from tandem.runs.watch import look
 
@@ -32,10 +31,12 @@ BY_SERVER = {  # what tandem.control.decide says, and what its reader can do
 
 
 def explain_run(
-    run_dir: str | Path, *, name: str = "", state: str = "", why: str = "", ended: Sequence[Row] = ()
-) -> Row:
+    run_dir: str | Path, *, name: str = "", state: str = "", why: str = "", ended: Sequence[Row] = (),
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> Row:  # fmt: skip
     """Return why a run ended so. `name`: what commands call it; default: the directory. What a control server says
-    comes first: `state`, `why`, and `ended`, a row of `attempt` and `why` for each attempt."""
+    comes first: `state`, `why`, and `ended`, a row of `attempt` and `why` for each attempt. `rows`: of its
+    metrics, if they were read already."""
     directory = Path(run_dir)
     sight: Row = {"liveness": "not begun", "step": 0, "steps_total": 0, "attempts": [], "verdict": None}
     status: Mapping[str, Any] = {}
@@ -53,7 +54,7 @@ def explain_run(
     found["attempts"] = [*ended] or [_attempt(row) for row in sight["attempts"]]
     evidence = _evidence(directory)
     failure = _failure(found, status, evidence)
-    bad = first_bad_step(read_jsonl(directory / "metrics.jsonl"))
+    bad = first_bad_step(read_metrics(directory) if rows is None else rows)
     return found | {
         "failure": failure, "next": _next(found, failure), "bad_step": asdict(bad) if bad else None,
         "evidence": evidence if failure else [],
