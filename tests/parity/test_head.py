@@ -299,7 +299,7 @@ def test_the_engine_reports_the_same_logprob_of_what_it_drew(dtype: torch.dtype,
     settings.seed_S.copy_(torch.arange(rows))
     with torch.no_grad():
         logits_SV = head.logits(hidden_NH)
-    ids_S, theirs_S = draw(logits_SV, settings, torch.zeros(rows, dtype=torch.long))
+    ids_S, theirs_S, _ = draw(logits_SV, settings, torch.zeros(rows, dtype=torch.long))
     ours_S, _ = head.logprobs(hidden_NH, ids_S, temperature, top_p)
     torch.testing.assert_close(ours_S, theirs_S, atol=1e-5, rtol=0)
     # One id more or less inside, and every logprob of its row would be another.

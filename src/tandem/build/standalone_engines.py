@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -19,6 +20,7 @@ from tandem.spec.precision import Bfloat16Precision, Float32Precision
 
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
+    from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.engine.vllm.process import VllmOptions, VllmProcess
     from tandem.text.renderer import Renderer
 
@@ -49,26 +51,23 @@ def renderer(spec: ModelSpec) -> Renderer:
 
 def embedded(spec: HfEngineSpec, model: BuiltModel, *, inline: bool) -> Engine:
     """Build the embedded engine, in this process and on the trainer's module."""
-    from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.engine.pool import EnginePool
+
+    make = _embedded(model, max_running=spec.max_running, kv_gib=spec.kv_gib / spec.replicas, inline=inline)
+    engines = [make() for _ in range(spec.replicas)]
+    return engines[0] if spec.replicas == 1 else EnginePool(engines)
+
+
+def _embedded(model: BuiltModel, **options: Any) -> Callable[[], EmbeddedEngine]:
+    """Return how to build embedded engines of one model. They share its compiled grammars."""
+    from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.text.grammars import Grammars
 
-    grammars = Grammars(model.renderer, model.num_ids)
-    engines = [
-        EmbeddedEngine(
-            model.policy.module,
-            num_ids=model.num_ids,
-            end_ids=model.renderer.end_ids,
-            decode=model.renderer.decode,
-            grammars=grammars,
-            max_running=spec.max_running,
-            max_context=model.context,
-            kv_gib=spec.kv_gib / spec.replicas,
-            inline=inline,
-        )
-        for _ in range(spec.replicas)
-    ]
-    return engines[0] if spec.replicas == 1 else EnginePool(engines)
+    return partial(
+        EmbeddedEngine, model.policy.module, num_ids=model.num_ids, end_ids=model.renderer.end_ids,
+        decode=model.renderer.decode, grammars=Grammars(model.renderer, model.num_ids), max_context=model.context,
+        **options,
+    )  # fmt: skip
 
 
 def embedded_alone(spec: ServerEngineSpec, path: str, *, device: str, dtype: str, thinking: bool) -> Alone:
@@ -91,22 +90,10 @@ def embedded_ahead() -> None:
 
 def embedded_of(spec: ServerEngineSpec, model: BuiltModel) -> Alone:
     """Build the embedded engine of a loaded model."""
-    from tandem.engine.hf.engine import EmbeddedEngine
-    from tandem.text.grammars import Grammars
-
-    engine = EmbeddedEngine(
-        model.policy.module,
-        num_ids=model.num_ids,
-        end_ids=model.renderer.end_ids,
-        decode=model.renderer.decode,
-        grammars=Grammars(model.renderer, model.num_ids),
-        max_running=spec.max_running,
-        max_context=model.context,
-        kv_gib=spec.kv_gib,
-        inline=False,
-        on_update=spec.on_update,
-    )
-    return Alone(engine, model.renderer, model.context, model.num_ids, model)
+    make = _embedded(
+        model, max_running=spec.max_running, kv_gib=spec.kv_gib, inline=False, on_update=spec.on_update
+    )  # fmt: skip
+    return Alone(make(), model.renderer, model.context, model.num_ids, model)
 
 
 # --- vLLM

@@ -24,7 +24,7 @@ from torch import Tensor
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.kv_cache import KvCache
 from tandem.engine.hf.mixed_adapters import MixedAdapters
-from tandem.engine.hf.sampler import Settings, distribution, draw_from
+from tandem.engine.hf.sampler import Settings, draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
 from tandem.engine.hf.shared_copy import twin
 from tandem.engine.hf.staged_weights import StagedWeights
@@ -381,9 +381,7 @@ class EmbeddedEngine:
             if request.shaper is not None:
                 logits_SV[row] = request.shaper.shaped(logits_SV[row], request.ids)
         settings = self._settings.rows(rows.start, rows.stop)
-        logprobs_SV = distribution(logits_SV, settings)
-        ids_S = draw_from(logprobs_SV, logits_SV, settings, self._drawn_S[rows])
-        logprobs_S = logprobs_SV.gather(-1, ids_S[:, None]).squeeze(-1)
+        ids_S, logprobs_S, logprobs_SV = draw(logits_SV, settings, self._drawn_S[rows])
         self._last_S[rows] = ids_S
         self._drawn_S[rows] += 1
         ranked = {

@@ -37,15 +37,9 @@ class Settings:
         return Settings(*(tensor[start:stop] for tensor in self.tensors()))
 
 
-def draw(logits_SV: Tensor, settings: Settings, drawn_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and their logprobs under the distribution they were drawn from. `drawn_S`: tokens drawn so far."""
-    logprobs_SV = distribution(logits_SV, settings)
-    ids_S = draw_from(logprobs_SV, logits_SV, settings, drawn_S)
-    return ids_S, logprobs_SV.gather(-1, ids_S[:, None]).squeeze(-1)
-
-
-def distribution(logits_SV: Tensor, settings: Settings) -> Tensor:
-    """Return the logprobs of the distribution that each row is drawn from."""
+def draw(logits_SV: Tensor, settings: Settings, drawn_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, their logprobs, and all logprobs of the distribution they were drawn from. `drawn_S`: tokens drawn so
+    far."""
     temperature_S1 = settings.temperature_S[:, None]
     greedy_S = settings.temperature_S == 0
     scaled_SV = logits_SV / torch.where(temperature_S1 == 0, 1.0, temperature_S1)
@@ -53,12 +47,7 @@ def distribution(logits_SV: Tensor, settings: Settings) -> Tensor:
         # A greedy row keeps every token: its logprobs are the model's at temperature 1.
         top_p_S, top_k_S = settings.top_p_S.masked_fill(greedy_S, 1.0), settings.top_k_S.masked_fill(greedy_S, 0)
         scaled_SV = _keep_likely(scaled_SV, top_p_S, top_k_S)
-    return scaled_SV.log_softmax(-1)
-
-
-def draw_from(logprobs_SV: Tensor, logits_SV: Tensor, settings: Settings, drawn_S: Tensor) -> Tensor:
-    """Return the ids. Greedy rows take the highest logit."""
-    greedy_S = settings.temperature_S == 0
+    logprobs_SV = scaled_SV.log_softmax(-1)
     ids_S = logits_SV.argmax(-1)
     if not bool(greedy_S.all()):
         # In float64: the last entries of a float32 sum over a large vocabulary would round away.
@@ -68,7 +57,7 @@ def draw_from(logprobs_SV: Tensor, logits_SV: Tensor, settings: Settings, drawn_
             torch.searchsorted(cumulative_SV, point_S1, right=True).squeeze(-1).clamp_(max=logits_SV.shape[-1] - 1)
         )
         ids_S = torch.where(greedy_S, ids_S, sampled_S)
-    return ids_S
+    return ids_S, logprobs_SV.gather(-1, ids_S[:, None]).squeeze(-1), logprobs_SV
 
 
 def _keep_likely(logits_SV: Tensor, top_p_S: Tensor, top_k_S: Tensor) -> Tensor:
