@@ -37,8 +37,10 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from standing import checkpoint_of
+
 from common import children_of, note, rank_of, table
-from tandem.recipes.random_checkpoints import SHAPES, random_checkpoint
+from tandem.recipes.random_checkpoints import SHAPES
 
 PEAK_FLOPS = 989e12
 WARM = 6
@@ -62,14 +64,14 @@ def write_rows(path: Path, count: int) -> None:
 
 def spec_of(asked: argparse.Namespace, home: Path, ranks: int, **train: Any) -> dict[str, Any]:
     tiny = asked.shape == "tiny"
-    model: dict[str, Any] = {"preset": "tiny"} if tiny else {"path": str(home / "checkpoint")}
+    model: dict[str, Any] = {"preset": "tiny"} if tiny else {"path": str(checkpoint_of(asked))}
     if not tiny:
         model |= {"attention": "packed", "compile": asked.compile, "activations": asked.activations}
     if asked.lora:
         model["lora"] = {"rank": 16}
     spec: dict[str, Any] = {
         "recipe": "sft", "name": "ranks", "model": model, "data": {"kind": "file", "path": str(home / "rows.jsonl")},
-        "parallel": {"ranks": ranks, "gather": asked.gather, "deadline_s": asked.deadline_s},
+        "parallel": {"ranks": ranks, "gather": asked.gather, "sums": asked.sums, "deadline_s": asked.deadline_s},
         "train": {
             "steps": asked.steps + WARM + asked.trace, "lr": 1e-5, "batch_size": asked.rows,
             "micro_tokens": asked.micro_tokens, "optimizer": {"kind": asked.optimizer}, **train,
@@ -418,6 +420,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=["sft", "bytes", "sums", "kill"])
     parser.add_argument("--shape", default="qwen3-1.7b", choices=["tiny", *SHAPES])
+    parser.add_argument("--checkpoint", type=Path, help="instead of a random one, made once a machine")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="that makes it")
     parser.add_argument("--ranks", type=int, nargs="+", default=powers_up_to(torch.cuda.device_count()))
     parser.add_argument("--rows", type=int, default=30, help="conversations a step, for each GPU; 1,100 tokens each")
     parser.add_argument("--steps", type=int, default=8)
@@ -429,6 +433,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--gather", default="auto", choices=["auto", "layer", "step"])
+    parser.add_argument("--sums", default="auto", choices=["auto", "round", "step"])
     parser.add_argument("--trace", action="store_true", help="sft: profile a step of rank 0 (one_step.py)")
     parser.add_argument("--deadline-s", type=float, default=120.0)
     parser.add_argument("--limit-s", type=float, default=500.0, help="of one run")
@@ -444,9 +449,7 @@ def main() -> None:
         home = Path(place)
         write_rows(home / "rows.jsonl", 64 * max(asked.ranks) + 200)
         if asked.shape != "tiny":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            random_checkpoint(asked.shape, home / "checkpoint", device=device)
-            torch.cuda.empty_cache()
+            checkpoint_of(asked)
         for what in asked.what:
             found[what] = {"sft": sft, "bytes": same_bytes, "sums": sums, "kill": kill}[what](asked, home)
             (OUT / "ranks.json").write_text(json.dumps({"asked": vars(asked), **found}, indent=1))

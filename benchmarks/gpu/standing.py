@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +30,7 @@ def ask_for_checkpoint(parser: argparse.ArgumentParser, shape: str = "qwen3-0.6b
 
 def checkpoint_of(arguments: argparse.Namespace) -> Path:
     """`--checkpoint`, or one of `--shape`, made once a machine."""
-    path = arguments.checkpoint or Path("/tmp") / arguments.shape
+    path = arguments.checkpoint or Path(tempfile.gettempdir()) / arguments.shape
     if not path.exists():
         random_checkpoint(arguments.shape, path, device=arguments.device)
         torch.cuda.empty_cache()  # does nothing where there is no GPU

@@ -9,6 +9,7 @@ import family_suite as suite
 import pytest
 import torch
 
+from tandem.build import engaged
 from tandem.errors import SyncError
 from tandem.ops import attention_masks
 from tandem.spec.load import parse_spec
@@ -53,7 +54,7 @@ def test_a_model_without_sdpa_is_loaded_with_eager_attention_and_a_run_says_so(t
         "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},
         "data": {"kind": "file", "path": "rows.jsonl"},
     }  # fmt: skip
-    noted = {name: (engaged, why) for name, _, engaged, why in suite.training.options(parse_spec(raw), model)}
+    noted = {name: (engaged, why) for name, _, engaged, why in engaged.options(parse_spec(raw), model)}
     assert noted["model.attention"] == (False, "transformers chose 'eager' for Gemma2ForCausalLM")
 
 
@@ -65,6 +66,6 @@ def test_a_hybrid_learns_from_packed_sequences_as_from_single_ones_and_the_run_s
         "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},
         "data": {"kind": "file", "path": "rows.jsonl"},
     }  # fmt: skip
-    noted = {name: (engaged, why) for name, _, engaged, why in suite.training.options(parse_spec(raw), bench.built())}
+    noted = {name: (engaged, why) for name, _, engaged, why in engaged.options(parse_spec(raw), bench.built())}
     assert noted["packing of sequences"][0] is False
     assert "lfm2 has layers of kind conv, so each sequence has a row of its own" in noted["packing of sequences"][1]

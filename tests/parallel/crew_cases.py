@@ -77,7 +77,7 @@ def do(home: Path, ranks: int, work: dict[str, Any], crew: Any) -> None:
         cut(to, work["after"])
         recipes.resume(to, ranks=ranks, view=view)
         return
-    spec = parse_spec({**work["spec"], "parallel": parallel(ranks, work.get("hosts", 1))})
+    spec = parse_spec({**work["spec"], "parallel": parallel(ranks, work.get("hosts", 1), work.get("sums", "round"))})
     if spec.recipe == "rl":
         with shared(crew)(spec, to):
             on_groups(spec, crew, to)
@@ -85,9 +85,9 @@ def do(home: Path, ranks: int, work: dict[str, Any], crew: Any) -> None:
         recipes.run(spec, to, view=view)
 
 
-def parallel(ranks: int, hosts: int = 1) -> dict[str, Any]:
+def parallel(ranks: int, hosts: int = 1, sums: str = "round") -> dict[str, Any]:
     gather = "step" if (ranks, hosts) in ((2, 1), (4, 2)) else "layer"
-    return {"ranks": ranks, "hosts": hosts, "shares": 4, "gather": gather, "deadline_s": 60.0}
+    return {"ranks": ranks, "hosts": hosts, "shares": 4, "gather": gather, "sums": sums, "deadline_s": 60.0}
 
 
 def cut(run: Path, after: int) -> None:

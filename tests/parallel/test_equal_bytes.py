@@ -32,6 +32,15 @@ CASES = {
     "sft lora": {"model": {"lora": {"rank": 4}}},
     "sft lora bf16": {"model": {"lora": {"rank": 4}}, "precision": {"weights": "bfloat16"}},
     "sft lora muon": {"model": {"lora": {"rank": 4}}, "optimizer": "muon"},
+    "sft by step": {"sums": "step", "train": {"batch_size": 6, "micro_tokens": 16}},
+    "sft by step bf16": {"sums": "step", "precision": {"weights": "bfloat16"}, "train": {"batch_size": 24}},
+    "sft by step lora bf16": {
+        "sums": "step",
+        "model": {"lora": {"rank": 4}},
+        "precision": {"weights": "bfloat16"},
+        "train": {"batch_size": 7, "micro_tokens": 16},
+    },
+    "groups by step": {"recipe": "rl", "sums": "step", "train": {"micro_tokens": 32}},
     "sft own loss": {"algorithm": {"name": f"{OWN}:focal"}},
     "preference": {"recipe": "preference"},
     "preference own loss": {"recipe": "preference", "algorithm": {"name": f"{OWN}:ipo", "reference": True}},
@@ -47,14 +56,16 @@ LAYOUTS = {
     (2, 1): [
         "sft", "sft bf16 recompute", "sft adamw_8bit", "sft muon bf16", "sft apollo", "sft adafactor", "sft lora bf16",
         "preference", "groups lora", "sft own by rows", "groups own loss",
-        "sft own loss", "preference own loss", "kto",
+        "sft own loss", "preference own loss", "kto", "sft by step", "sft by step bf16",
     ],
-    (2, 2): ["sft bf16", "sft lora", "sft muon", "groups", "sft own whole bf16", "kto lora"],
+    (2, 2): ["sft bf16", "sft lora", "sft muon", "groups", "sft own whole bf16", "kto lora", "sft by step"],
     (4, 1): [
         "sft recompute", "sft bf16", "sft bf16 fp32 master", "sft muon", "sft apollo_mini bf16", "sft adafactor",
         "sft lora", "sft lora muon", "preference lora", "groups", "kto",
+        "sft by step", "sft by step lora bf16", "groups by step",
     ],
-    (4, 2): ["sft", "sft bf16 recompute", "sft adamw_8bit", "sft lora bf16", "preference", "groups lora", "orpo lora"],
+    (4, 2): ["sft", "sft bf16 recompute", "sft adamw_8bit", "sft lora bf16", "preference", "groups lora", "orpo lora",
+             "sft by step bf16", "sft by step lora bf16"],
 }  # fmt: skip
 """Which cases are trained on how many ranks and hosts, besides one. Each case is on one or two of the layouts, and each
 layout has every recipe or its loss, both precisions, adapters, and another optimizer than AdamW."""
@@ -81,10 +92,10 @@ def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
             "algorithm": changes.get("algorithm", {"kind": "grpo", "kl_coef": 0.05}),
             "engine": {"kind": "server"}, "sync": {"bridge": "adapter" if "lora" in model else "broadcast"},
         }  # fmt: skip
-        spec["train"] |= {"groups_per_step": 4, "group_size": 4}
+        spec["train"] |= {"groups_per_step": 4, "group_size": 4} | changes.get("train", {})
     else:
         spec["data"] = {"kind": "file", "path": str(home / f"{changes.get('data', recipe)}.jsonl"), "eval_share": 0.1}
-        spec["train"] |= {"batch_size": 8}
+        spec["train"] |= {"batch_size": 8} | changes.get("train", {})
         spec |= {"algorithm": changes["algorithm"]} if "algorithm" in changes else {}
     return spec
 
@@ -120,7 +131,9 @@ def trained(tmp_path_factory) -> Path:
 
 
 def work(home: Path, ranks: int, hosts: int, case: str) -> dict[str, Any]:
-    return {"spec": spec_of(home, CASES[case]), "hosts": hosts, "to": place(ranks, hosts, case)}
+    changes = CASES[case]
+    to, sums = place(ranks, hosts, case), changes.get("sums", "round")
+    return {"spec": spec_of(home, changes), "hosts": hosts, "sums": sums, "to": to}
 
 
 def place(ranks: int, hosts: int, case: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.ops.byte_sizes import keeps_gathered
+from tandem.ops.byte_sizes import keeps_gathered, sums_by_step
 from tandem.ops.parts import rows_of
 from tandem.recipes import plan_run as recipes
 from tandem.recipes.random_checkpoints import SHAPES
@@ -30,6 +30,7 @@ from tandem.runs.planner.rank_share import sums_kept
 from tandem.runs.planner.workload import work_of
 from tandem.spec.load import parse_spec, to_toml
 from tandem.spec.model import PresetModel
+from tandem.spec.parallel import ParallelSpec, settled
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.gradient_tree import TreeSum
 
@@ -68,18 +69,45 @@ def part(plan: Plan, name: str, phase: str = "train") -> float:
 # --- GiB of a rank
 
 
-@pytest.mark.parametrize(("ranks", "measured_gib"), [(1, 48.4), (2, 31.8)])
-def test_the_peaks_of_1_7b_on_one_and_two_h100s_are_foretold(tmp_path, ranks, measured_gib):
+@pytest.mark.parametrize(
+    ("shape", "gpu", "ranks", "measured_gib", "more"),
+    [
+        ("qwen3-1.7b", "h100", 1, 48.4, {"gather": "layer", "sums": "round"}),
+        ("qwen3-1.7b", "h100", 2, 31.8, {"gather": "layer", "sums": "round"}),
+        ("qwen3-8b", "h200", 4, 98.5, {"rows": 58, "micro_tokens": 12288, "optimizer": "adamw_8bit"}),
+    ],
+)
+def test_the_peaks_of_several_ranks_are_foretold(tmp_path, shape, gpu, ranks, measured_gib, more):
     """The spec of `benchmarks/gpu/ranks.py sft`, and its rows; measured in docs/PERFORMANCE.md."""
-    checkpoint(tmp_path / "checkpoint", "qwen3-1.7b")
-    measured_ranks.write_rows(tmp_path / "rows.jsonl", 64 * 2 + 200)
-    asked = argparse.Namespace(
-        shape="qwen3-1.7b", compile=True, activations="selective", lora=False, deadline_s=120.0, steps=8, rows=30,
-        micro_tokens=16384, optimizer="adamw", gather="layer", trace=False,
-    )  # fmt: skip
-    spec = parse_spec(measured_ranks.spec_of(asked, tmp_path, ranks, batch_size=30 * ranks))
-    plan = recipes.plan_run(spec, gpu="h100")
+    checkpoint(tmp_path / "checkpoint", shape)
+    measured_ranks.write_rows(tmp_path / "rows.jsonl", 64 * ranks + 200)
+    asked = {
+        "shape": shape, "compile": True, "activations": "selective", "lora": False, "deadline_s": 120.0, "steps": 6,
+        "rows": 30, "micro_tokens": 16384, "optimizer": "adamw", "gather": "auto", "sums": "auto", "trace": False,
+        "checkpoint": tmp_path / "checkpoint", **more,
+    }  # fmt: skip
+    spec = measured_ranks.spec_of(argparse.Namespace(**asked), tmp_path, ranks, batch_size=asked["rows"] * ranks)
+    plan = recipes.plan_run(parse_spec(spec), gpu=gpu)
     assert plan.trainer_gib == pytest.approx(measured_gib, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("asked", "float32_gib", "gpu_gib", "added"),
+    [
+        ("auto", 30.5, 139.8, True), ("auto", 30.5, 79.2, False), ("auto", 0.0, 139.8, True), ("auto", 0.0, 0.0, False),
+        ("round", 0.1, 139.8, False), ("step", 122.0, 79.2, True), ("step", 0.1, 0.0, True),
+    ],
+)  # fmt: skip
+def test_a_rank_adds_up_its_own_gradients_where_they_take_little_or_where_asked(asked, float32_gib, gpu_gib, added):
+    assert sums_by_step(asked, float32_gib * GIB, gpu_gib * GIB) == added
+
+
+def test_deterministic_runs_add_in_the_order_of_rounds_unless_asked():
+    """Or a CPU, one GPU and two GPUs would differ by what fits."""
+    for asked, deterministic, settled_to in (
+        ("auto", True, "round"), ("auto", False, "auto"), ("step", True, "step"), ("round", False, "round"),
+    ):  # fmt: skip
+        assert settled(ParallelSpec(ranks=2, sums=asked), deterministic=deterministic).sums == settled_to
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,26 @@ def summed(count: int, ranks: int, add=tree) -> torch.Tensor:
     return total.take()["w"]
 
 
+@pytest.mark.parametrize(("count", "shares"), [(1, 4), (3, 4), (4, 4), (6, 4), (11, 4), (16, 2), (5, 1)])
+def test_a_share_gets_its_part_of_the_costs_and_no_micro_batch_twice(count, shares):
+    costs = sorted(range(10, 10 + count), reverse=True)
+    found = balance.leaves(costs, shares, by_step=True)
+    assert sorted(each for leaf in found for each in leaf) == sorted(costs)
+    assert len(found) == min(count, shares)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+    if count % (2 * shares) == 0:
+        assert len({sum(leaf) for leaf in found}) == 1  # there and back
+    assert balance.leaves(costs, shares, by_step=False) == [[each] for each in costs]
+
+
+def test_a_rank_with_less_to_do_begins_with_nothing():
+    rounds = balance.dealt([["a", "b"], ["c", "d"], ["e"]], 2)
+    assert balance.widths(rounds) == [2, 1]
+    assert balance.of_rank(rounds, 0) == ["a", "b", "e"]
+    assert balance.of_rank(rounds, 1) == ["c", "d", None]
+    assert balance.of_rank(balance.dealt([["a", "b"], ["c"]], 2), 1) == [None, "c"]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 21])
 def test_1_2_4_and_8_ranks_add_to_the_same_bits(count):
     one = summed(count, 1)

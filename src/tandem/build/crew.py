@@ -14,11 +14,12 @@ from tandem.errors import SpecError
 from tandem.io import own_code
 from tandem.io.file_system import file_system_of
 from tandem.io.shared_directory import why_unseen
-from tandem.ops.byte_sizes import keeps_gathered
+from tandem.ops.byte_sizes import keeps_gathered, sums_by_step
 from tandem.protocols import Trainer
 from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
 from tandem.spec.own import own_names
+from tandem.spec.parallel import ParallelSpec, settled
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.run import RlSpec, RunSpec
 from tandem.spec.train import WarmupStage
@@ -60,6 +61,7 @@ def policy_by_rows(
     precision: PrecisionSpec,
     master: Master,
     crew: Crew,
+    parallel: ParallelSpec,
     options: Mapping[str, Any],
 ) -> Any:
     """Take this rank's rows of the module, or of the model's files if it is None; return the policy through which rank
@@ -86,10 +88,11 @@ def policy_by_rows(
             narrow(module, torch.device("cpu"), None)
         hosts = Hosts(crew.rank, crew.ranks, crew.row_shards, crew.device, crew.timeout)
         crew.groups += hosts.groups
-        whole_bytes = sum(each.numel() for name, each in module.named_parameters()) * dtype.itemsize
-        keeps = keeps_gathered(crew.gather_asked, whole_bytes, gpu_bytes(crew.device))
-        crew.gathers_for = "step" if keeps else "layer"
-        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps)
+        numbers, room = sum(each.numel() for each in module.parameters()), gpu_bytes(crew.device)
+        keeps = keeps_gathered(parallel.gather, numbers * dtype.itemsize, room)
+        adds = sums_by_step(parallel.sums, 4 * (0 if options["lora"] else numbers), room)
+        crew.gathers_for, crew.sums_by_step = "step" if keeps else "layer", adds
+        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps, adds=adds)
         adopt = master.adopt if narrowed and not options["lora"] else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)
     return CrewPolicy(crew, policy)
@@ -230,7 +233,7 @@ class Member:
                     f"{name}: {found} on rank {self._crew.rank} ({self._crew.host}), and {sha256[:12]} on rank 0; put "
                     "the same file there"
                 )
-        self._crew.row_shards, self._crew.gather_asked = self._spec.parallel.row_shards, self._spec.parallel.gather
+        self._crew.row_shards = self._spec.parallel.row_shards
         training.settle_torch(self._spec)
         self._crew.handle("see", self._see)
         self._crew.handle("file_system", lambda path: file_system_of(Path(path)))
@@ -247,7 +250,7 @@ class Member:
         spec = self._spec
         self._built = training.model(
             spec.model, spec.precision, spec.seed, self._crew.device, max_context, crew=self._crew,
-            num_shares=spec.parallel.num_shares,
+            parallel=settled(spec.parallel, deterministic=spec.deterministic),
         )  # fmt: skip
         return self._built if self._crew.rank == 0 else None
 
@@ -266,6 +269,8 @@ class Member:
                 its_stage, policy, built.master, spec.seed, shapes=policy.full_shapes(), ranks=self._ranks(policy.rows)
             ),
             held_by_all=policy.rows.held_by_all,
+            shares=built.num_shares,
+            by_step=built.sums_by_step,
             rounds=policy.rows,
             update_metrics=metrics_of,
             **training.trainer_options(its_stage, built, version),

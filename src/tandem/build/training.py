@@ -14,12 +14,13 @@ from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
 from tandem.protocols import Algorithm, Credit, Environment, Trainer
 from tandem.publish import Call, on_this_thread
-from tandem.spec.algorithm import AlgorithmSpec, DistillSpec, DrGrpoSpec
+from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec
 from tandem.spec.data import DatasetData, FileData
-from tandem.spec.environment import EnvironmentSpec, only_scores
+from tandem.spec.environment import EnvironmentSpec
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
-from tandem.spec.optim import AdamWOffloadSpec, OwnOptimizerSpec
+from tandem.spec.optim import OwnOptimizerSpec
 from tandem.spec.own import OwnAlgorithmSpec
+from tandem.spec.parallel import ONE_PROCESS, ParallelSpec, settled
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, RewardModelSpec
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
@@ -84,6 +85,8 @@ class BuiltModel:
     """The ranks that hold the model together; None: this process has all of it."""
     num_shares: int = 1
     """Micro-batches come in multiples of this."""
+    sums_by_step: bool = False
+    """Each rank adds up its own gradients first: what became of parallel.sums."""
 
     @property
     def shares(self) -> Shares:
@@ -148,8 +151,8 @@ def run_model(spec: RunSpec, crew: Crew | None) -> BuiltModel:
     if crew is not None:
         return crew.order("model", max_context=max_context)[0]
     scores = isinstance(spec, PreferenceSpec) and isinstance(spec.algorithm, RewardModelSpec)
-    shares = spec.parallel.num_shares
-    return model(spec.model, spec.precision, spec.seed, device, max_context, num_shares=shares, scores=scores)
+    parallel = settled(spec.parallel, deterministic=spec.deterministic)
+    return model(spec.model, spec.precision, spec.seed, device, max_context, parallel=parallel, scores=scores)
 
 
 def model(
@@ -160,7 +163,7 @@ def model(
     max_context: int = 0,
     *,
     crew: Crew | None = None,
-    num_shares: int = 1,
+    parallel: ParallelSpec = ONE_PROCESS,
     scores: bool = False,
 ) -> BuiltModel:
     """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
@@ -202,7 +205,7 @@ def model(
     if crew is not None:
         from tandem.build.crew import policy_by_rows
 
-        policy = policy_by_rows(spec, module, tokenizer, precision, master_weights, crew, options)
+        policy = policy_by_rows(spec, module, tokenizer, precision, master_weights, crew, parallel, options)
         module = policy.module
     else:
         if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
@@ -211,7 +214,8 @@ def model(
         policy = kind(module, tokenizer, **options)
     model_context = module.config.get_text_config().max_position_embeddings
     context = min(max_context or model_context, model_context)
-    return BuiltModel(policy, renderer, device, context, master_weights, crew, num_shares)
+    by_step = parallel.sums == "step" if crew is None else crew.sums_by_step
+    return BuiltModel(policy, renderer, device, context, master_weights, crew, parallel.num_shares, by_step)
 
 
 def tokenizer_from_scratch(idle: int) -> Any:
@@ -247,61 +251,6 @@ def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
     return masters.Stochastic(seed) if precision.master == "stochastic" else masters.InPlace()
 
 
-def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]]:
-    """Return each requested optimisation: its name, the requested value, whether it is engaged, and if not, why."""
-    from tandem.model.quantized_base import quantized_parts, share
-    from tandem.ops import digest
-
-    module = model.policy.module
-    found: list[tuple[str, Any, bool, str]] = []
-    forward, chosen = model.policy.forward, module.config._attn_implementation
-    if spec.model.attention == "packed":
-        why_not = forward.why_masked
-    else:
-        why_not = "" if chosen == spec.model.attention else f"transformers chose '{chosen}' for {type(module).__name__}"
-    found.append(("model.attention", spec.model.attention, not why_not, why_not))
-    if forward.why_alone:
-        found.append(("packing of sequences", True, False, forward.why_alone))
-    if model.crew is not None:
-        found.append((f"parallel.gather = '{model.crew.gathers_for}'", spec.parallel.gather, True, ""))
-    if spec.model.compile:
-        found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
-    if spec.model.activations != "keep":
-        why_not = model.policy.activations.why_not
-        found.append(("model.activations", spec.model.activations, not why_not, why_not))
-    if spec.model.warm_start is not None:
-        found.append(("model.warm_start", spec.model.warm_start, True, ""))  # a partial match has already been refused
-    if spec.model.lora and spec.model.lora.base != "exact":
-        few = f"{spec.model.lora.base}: {len(quantized_parts(module))} layers, {share(module):.0%} of the weights"
-        found.append(("model.lora.base", few, True, ""))
-    if isinstance(spec.precision, Bfloat16Precision) and spec.model.lora is None:
-        found.append(("precision.master", spec.precision.master, True, ""))
-    for name, stage in (("warmup", getattr(spec, "warmup", None)), ("train", spec.train)):
-        if stage is not None and isinstance(stage.optimizer, AdamWOffloadSpec):
-            from tandem.optim import adamw_offload
-
-            why_not = adamw_offload.why_not(model.device)
-            found.append((f"{name}.optimizer.kind", "adamw_offload", not why_not, why_not))
-        if stage is not None and stage.gradient_release:
-            costs = "a failed step has already changed some weights; clipping uses the norm of earlier steps"
-            found.append((f"{name}.gradient_release", True, True, costs))
-    if spec.algorithm is None or spec.algorithm.kind != "reward_model":
-        why_not = model.policy.why_not_fused(getattr(spec.train, "top_p", 1.0))
-        found.append(("fused lm-head", True, not why_not, why_not))
-    if digests := digest.fused(model.device):
-        found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
-    if spec.deterministic:
-        why_not = why_not_deterministic(spec, model.device)
-        if isinstance(spec, RlSpec) and spec.engine.kind != "hf":
-            why_not = "the engine runs in its own process, so the timing of its batches varies"
-        elif isinstance(spec, RlSpec) and isinstance(spec.algorithm, DistillSpec) and spec.algorithm.is_served:
-            why_not = "the teacher answers from another process, which batches in an order of its own"
-        elif isinstance(spec, RlSpec) and _order_varies(spec):
-            why_not = "episodes in worker processes end in varying order, and equal groups are replaced in that order"
-        found.append(("deterministic", True, not why_not, why_not))
-    return found
-
-
 def why_not_ranks(model: BuiltModel, path: str) -> str:
     """Return why several ranks cannot read this model's files by rows; empty if they can."""
     from tandem.model.load_rows import refuse_converted
@@ -311,13 +260,6 @@ def why_not_ranks(model: BuiltModel, path: str) -> str:
     except SpecError as error:
         return str(error)
     return ""
-
-
-def _order_varies(spec: RlSpec) -> bool:
-    """Return whether what is sampled together, or next, depends on how fast workers are."""
-    its = spec.environment
-    one_batch = spec.train.max_lag == 0 and spec.train.replace_equal_groups == 0
-    return its is not None and its.workers > 0 and not (one_batch and only_scores(its.name, its.params))
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:
@@ -416,7 +358,8 @@ def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int,
         return PolicyTrainer(model.policy, algorithm, made, measure_moves=lags, **options)
     from tandem.train.tree_trainer import TreeTrainer
 
-    return TreeTrainer(model.policy, algorithm, made, update_metrics=metrics_of, **options)
+    leaves = {"shares": model.num_shares, "by_step": model.sums_by_step}
+    return TreeTrainer(model.policy, algorithm, made, update_metrics=metrics_of, **leaves, **options)
 
 
 def gap_limit(stage: RlStage, model: BuiltModel) -> float | CalibratedLimit:

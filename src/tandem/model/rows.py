@@ -8,8 +8,8 @@ hosts (hosts.py) this happens within each host, and then the hosts' sums are add
 Private parts of FSDP2 are used in this file only:
 
 - its reduce-scatter is replaced: pieces are sent to the rank that holds the rows, and added there as a tree;
-- gradients travel as backward left them, and their float32 sum is kept here: FSDP2 would round it to bf16 for bf16
-  weights;
+- gradients travel as backward left them, or with `adds` as FSDP2's own float32 sums of several micro-batches, and their
+  float32 sum is kept here: FSDP2 would round it to bf16 for bf16 weights;
 - a computation is a forward pass of the whole module (`inside`), because the head and the loss read weights, too.
 """
 
@@ -35,6 +35,7 @@ from tandem.model.export_rows import MergedExport, RowDeployer
 from tandem.model.hosts import Hosts
 from tandem.model.load_rows import RowsOf
 from tandem.model.policy import CausalPolicy, Inside
+from tandem.ops.leaf_sum import LeafSum
 from tandem.ops.lm_head import Head
 from tandem.ops.parts import rows_of
 from tandem.types import Part, TokenLogprobs, WeightKind, Weights
@@ -59,10 +60,18 @@ class Rows:
     """The rows of one module on this rank. `tree` adds the parts of ranks; `tick` is called to show progress."""
 
     def __init__(
-        self, hosts: Hosts, device: torch.device, *, tree: Tree, tick: Callable[[], None], keeps: bool = False
+        self,
+        hosts: Hosts,
+        device: torch.device,
+        *,
+        tree: Tree,
+        tick: Callable[[], None],
+        keeps: bool = False,
+        adds: bool = False,
     ) -> None:
-        """`keeps`: gathered weights stay until `settle`, instead of until their layer is computed."""
-        self.rank, self.hosts, self.device, self.keeps = hosts.rank, hosts, device, keeps
+        """`keeps`: gathered weights stay until `settle`, instead of until their layer is computed. `adds`: a round may
+        have several micro-batches, whose gradients are added up before they are sent."""
+        self.rank, self.hosts, self.device, self.keeps, self.adds = hosts.rank, hosts, device, keeps, adds
         self._tree, self._tick = tree, tick
         self._module: Any = None
         self._units: list[Any] = []
@@ -74,6 +83,7 @@ class Rows:
         self.local: list[Local] = []
         self.whole: list[tuple[str, Tensor]] = []
         """Trained tensors that are on every rank."""
+        self._leaf = LeafSum(())
 
     def another(self) -> Rows:
         """For a second module on the same ranks."""
@@ -86,9 +96,10 @@ class Rows:
         for each in [*whole, *module.buffers()]:
             each.data = each.data.to(self.device)
         self.whole = [(name, each) for name, each in module.named_parameters() if each in whole]
+        self._leaf = LeafSum(self.whole)
         options: dict[str, Any] = {
             "mesh": self.hosts.mesh,
-            "mp_policy": MixedPrecisionPolicy(),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if self.adds else None),
             "ignored_params": whole,
         }
         self._units = [*_layers(module), module]
@@ -134,6 +145,21 @@ class Rows:
         self._hosts_present = [any(each) for each in of_hosts]
         for each in self._sums:
             each.kept = None
+        self._leaf.forget()
+
+    def before(self, *, last: bool) -> None:
+        if self.adds:
+            self._module.set_requires_gradient_sync(last)
+
+    def after(self, *, counts: bool) -> None:
+        if counts or not self.adds:
+            self._leaf.take()
+            return
+        self._leaf.forget()
+        for parameter in (each for unit in self._units for each in _fsdp_params(unit)):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
     def end(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -163,11 +189,9 @@ class Rows:
         self.hosts.add_up(of_this_host, self._hosts_present, self._tree)
 
     def _sum_of_whole(self) -> dict[str, Tensor]:
-        gradients = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for _, tensor in self.whole]
-        flat = torch.cat([gradient.float().flatten() for gradient in gradients])
-        del gradients
-        for _, tensor in self.whole:
-            tensor.grad = None
+        taken = self._leaf.sums()
+        flat = torch.cat([taken.get(name, torch.zeros_like(each)).float().flatten() for name, each in self.whole])
+        del taken
         received = flat.new_empty(self.hosts.row_shards, flat.numel())
         dist.all_gather_into_tensor(received.view(-1), flat, group=self.hosts.mesh.get_group())
         del flat

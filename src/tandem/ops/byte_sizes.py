@@ -237,6 +237,15 @@ def keeps_gathered(asked: str, whole_bytes: float, gpu_bytes: float) -> bool:
     return asked == "step" or (asked == "auto" and whole_bytes <= _KEPT_SHARE * gpu_bytes)
 
 
+_SUMMED_SHARE = 0.25
+
+
+def sums_by_step(asked: str, float32_bytes: float, gpu_bytes: float) -> bool:
+    """Return whether each rank adds up the gradients of its own micro-batches before ranks add up theirs:
+    parallel.sums. `float32_bytes`: of all gradients. `gpu_bytes`: 0 on a CPU."""
+    return asked == "step" or (asked == "auto" and gpu_bytes > 0 and float32_bytes <= _SUMMED_SHARE * gpu_bytes)
+
+
 def shares_never(alone: Sequence[float], tree: float) -> bool:
     return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tandem.build import training
+from tandem.build import engaged, training
 from tandem.build.reference import set_reference
 from tandem.data.preference_pairs import Pair
 from tandem.data.rated_answers import Rated
@@ -33,7 +33,7 @@ async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunChec
     """Train as a preference spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
     model = training.run_model(spec, crew)
-    for note in training.options(spec, model):
+    for note in engaged.options(spec, model):
         run.note_option(*note)
     for text in model.renderer.mended:
         run.warn(text)

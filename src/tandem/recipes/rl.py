@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tandem.build import groups, run_engines, training
+from tandem.build import engaged, groups, run_engines, training
 from tandem.build.judges import judge_model
 from tandem.build.reference import served_teacher, set_reference
 from tandem.env.mix import mean_by_part
@@ -112,7 +112,7 @@ class RlRun:
             if self.spec.environment.sandbox != "off":
                 opened = getattr(self.environment, "sandbox", "")
                 self.run.note_option("environment.sandbox", self.spec.environment.sandbox, bool(opened), opened)
-        for note in training.options(self.spec, self.model):
+        for note in engaged.options(self.spec, self.model):
             self.run.note_option(*note)
         for text in self.model.renderer.mended:
             self.run.warn(text)

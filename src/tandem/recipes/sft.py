@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.build import training
+from tandem.build import engaged, training
 from tandem.build.reference import set_reference
 from tandem.recipes.supervised_steps import (
     MORE_ROWS,
@@ -26,7 +26,7 @@ async def train_sft(spec: SftSpec, run: Run, checkpointer: RunCheckpointer, crew
     """Train as an SFT spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
     model = training.run_model(spec, crew)
-    for note in training.options(spec, model):
+    for note in engaged.options(spec, model):
         run.note_option(*note)
     for text in model.renderer.mended:
         run.warn(text)

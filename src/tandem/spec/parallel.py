@@ -30,6 +30,11 @@ class ParallelSpec(Spec):
     """How long a rank keeps the weights that it gathered from all ranks. layer: until a layer is computed, forward and
     backward. step: until the step's update, and the frozen base of adapters until the run ends; this sends less and
     takes the memory of all weights. auto: step on GPUs if that is at most 15 % of a GPU's memory, otherwise layer."""
+    sums: Literal["auto", "round", "step"] = "auto"
+    """When gradients are summed over ranks. round: after each micro-batch. step: once a step; each rank first adds up
+    those of its own micro-batches in float32, which sends less, lets no rank wait for another within a step, and takes
+    four bytes a weight. auto: step on GPUs without `deterministic` if that is at most 25 % of a GPU's memory, otherwise
+    round. The two add in different orders, each the same on any number of ranks."""
     deadline_s: float = Field(default=120.0, gt=0)
     """Most seconds that a rank may take to answer an order, beyond what the step itself takes."""
 
@@ -42,6 +47,14 @@ class ParallelSpec(Spec):
     def row_shards(self) -> int:
         """Return into how many runs of rows a tensor is cut. Ranks that are so far apart hold the same rows."""
         return self.ranks // (self.hosts or 1)
+
+
+ONE_PROCESS = ParallelSpec()
+
+
+def settled(parallel: ParallelSpec, *, deterministic: bool) -> ParallelSpec:
+    """Return the same with `sums` chosen, where that depends on the spec alone."""
+    return parallel.model_copy(update={"sums": "round"}) if deterministic and parallel.sums == "auto" else parallel
 
 
 def check_parallel(

@@ -8,11 +8,12 @@ needs no mask.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +23,9 @@ from tandem.ops.row_packing import common_prefix, first_fit, in_shares, micro_ba
 from tandem.protocols import Algorithm
 from tandem.types import NO_VERSION, UNKNOWN_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
 
-_DTYPES = {"q": torch.int64, "f": torch.float32}
+_Code: TypeAlias = Literal["q", "f"]
+_Array: TypeAlias = npt.NDArray[Any]
+_TYPES: dict[_Code, Any] = {"q": np.int64, "f": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def make_batch(
         ]
         totals = Totals(totals.tokens + sum(len(sample.credit) for sample in samples), totals.sequences + len(samples))
         for sample in samples:
-            credited += sum(credit != 0 for credit in sample.credit) if algorithm.credit_is_all else len(sample.credit)
+            credited += len(sample.credit) - (sample.credit.count(0.0) if algorithm.credit_is_all else 0)
             lags += [version - v for v in sample.trajectory.versions if v >= 0]
             unknown += sample.trajectory.versions.count(UNKNOWN_VERSION)
         all_move = algorithm.needs_reference or not algorithm.credit_is_all
@@ -150,58 +153,79 @@ def _split_in_multiples(
 
 
 class _Columns:
-    """The lists that become the tensors of a MicroBatch."""
+    """The pieces that become the tensors of a MicroBatch. Arrays, since Python takes a microsecond for each token."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.rows = 0
-        self.ids, self.positions, self.segments, self.parents = ([] for _ in range(4))
-        self.source, self.target, self.credit, self.behaviour, self.versions, self.lengths = ([] for _ in range(6))
-        self.sequences, self.groups, self.reference = ([] for _ in range(3))
+        self.ids, self.positions, self.segments, self.parents = (_Pieces("q") for _ in range(4))
+        self.source, self.target, self.versions, self.sequences = (_Pieces("q") for _ in range(4))
+        self.credit, self.behaviour, self.lengths, self.reference = (_Pieces("f") for _ in range(4))
+        self.groups: list[int] = []
 
     def add_row(self, row: _PackedRow) -> None:
-        self._ids, self._positions, self._segments, self._parents = ([] for _ in range(4))
-        segment = 0
+        self._filled = segment = 0
         for item in row.items:
             trunk = segment
             if item.shared:
                 self._add_tokens(item.samples[0].trajectory, 0, item.shared, trunk, trunk)
                 segment += 1
-            trunk_end = len(self._ids) - 1
+            trunk_end = self._filled - 1
             for sample in item.samples:
                 self._add_sample(sample, item.shared, trunk_end, segment, trunk if item.shared else segment)
                 segment += 1
-        padding = self.width - len(self._ids)
-        self.ids += self._ids + [0] * padding
-        self.positions += self._positions + [0] * padding
-        self.segments += self._segments + [-1] * padding
-        self.parents += self._parents + [-1] * padding
+        padding = self.width - self._filled
+        for pieces, value in ((self.ids, 0), (self.positions, 0), (self.segments, -1), (self.parents, -1)):
+            pieces.repeat(value, padding)
         self.rows += 1
 
     def _add_sample(self, sample: TrainSample, shared: int, trunk_end: int, segment: int, parent: int) -> None:
-        trajectory, credit = sample.trajectory, sample.credit
-        row_start, begin = self.rows * self.width, len(self._ids)
-        for offset in range(shared, len(trajectory.ids)):
-            if trajectory.trained[offset]:
-                assert offset > 0, "the first token of a sequence has no context and cannot be trained"
-                here = begin + offset - shared
-                self.target.append(row_start + here)
-                self.source.append(row_start + (trunk_end if offset == shared else here - 1))
-                self.behaviour.append(trajectory.logprobs[offset])
-                self.versions.append(trajectory.versions[offset])
-                if trajectory.teacher_logprobs:
-                    self.reference.append(trajectory.teacher_logprobs[offset])
-        self.credit += credit
-        self.lengths += [len(credit)] * len(credit)
-        self.sequences += [len(self.groups)] * len(credit)
+        trajectory, row_start = sample.trajectory, self.rows * self.width
+        assert shared or not trajectory.trained[0], "the first token of a sequence has no context and cannot be trained"
+        trained = np.array(trajectory.trained[shared:], dtype=np.bool_)
+        target = np.flatnonzero(trained) + (row_start + self._filled)
+        source = target - 1
+        if shared and len(trained) and trained[0]:
+            source[0] = row_start + trunk_end
+        self.target.add(target)
+        self.source.add(source)
+        self.behaviour.add(_array(trajectory.logprobs[shared:], "f")[trained])
+        self.versions.add(_array(trajectory.versions[shared:], "q")[trained])
+        if trajectory.teacher_logprobs:
+            self.reference.add(_array(trajectory.teacher_logprobs[shared:], "f")[trained])
+        self.credit.add(_array(sample.credit, "f"))
+        self.lengths.repeat(len(sample.credit), len(sample.credit))
+        self.sequences.repeat(len(self.groups), len(sample.credit))
         self.groups.append(sample.group)
         self._add_tokens(trajectory, shared, len(trajectory.ids), segment, parent)
 
     def _add_tokens(self, trajectory: Trajectory, start: int, stop: int, segment: int, parent: int) -> None:
-        self._ids += trajectory.ids[start:stop]
-        self._positions += range(start, stop)
-        self._segments += [segment] * (stop - start)
-        self._parents += [parent] * (stop - start)
+        self.ids.add(_array(trajectory.ids[start:stop], "q"))
+        self.positions.add(np.arange(start, stop))
+        self.segments.repeat(segment, stop - start)
+        self.parents.repeat(parent, stop - start)
+        self._filled += stop - start
+
+
+class _Pieces:
+    """Arrays of one type, to be joined."""
+
+    def __init__(self, code: _Code) -> None:
+        self._code: _Code = code
+        self._arrays: list[_Array] = []
+
+    def add(self, values: _Array) -> None:
+        self._arrays.append(values)
+
+    def repeat(self, value: float, times: int) -> None:
+        self._arrays.append(np.full(times, value, _TYPES[self._code]))
+
+    def tensor(self) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.empty(0, _TYPES[self._code]), *self._arrays]))
+
+
+def _array(values: Sequence[float], code: _Code) -> _Array:
+    return np.array(values, dtype=_TYPES[code])
 
 
 def _to_tensors(rows: list[_PackedRow], device: torch.device) -> MicroBatch:
@@ -209,31 +233,30 @@ def _to_tensors(rows: list[_PackedRow], device: torch.device) -> MicroBatch:
     for row in rows:
         columns.add_row(row)
 
-    def on_cpu(values: list[Any], code: Literal["q", "f"]) -> Tensor:
-        if not values:
-            return torch.empty(0, dtype=_DTYPES[code])
-        return torch.frombuffer(array(code, values), dtype=_DTYPES[code])  # torch.tensor would check each value
+    def on_device(pieces: _Pieces) -> Tensor:
+        return pieces.tensor().to(device)
 
-    def tensor(values: list[Any], code: Literal["q", "f"]) -> Tensor:
-        return on_cpu(values, code).to(device)
+    def by_rows(pieces: _Pieces) -> Tensor:
+        return pieces.tensor().view(len(rows), columns.width)
 
-    def rows_of(values: list[int]) -> Tensor:
-        return on_cpu(values, "q").view(len(rows), columns.width)
-
-    segments_BT, parents_BT = rows_of(columns.segments), rows_of(columns.parents)
+    segments_BT, parents_BT, reference_N = (
+        by_rows(columns.segments),
+        by_rows(columns.parents),
+        columns.reference.tensor(),
+    )
     return MicroBatch(
-        rows_of(columns.ids).to(device),
-        rows_of(columns.positions).to(device),
+        by_rows(columns.ids).to(device),
+        by_rows(columns.positions).to(device),
         segments_BT.to(device),
         parents_BT.to(device),
         pack(segments_BT, parents_BT, device),
-        tensor(columns.source, "q"),
-        tensor(columns.target, "q"),
-        tensor(columns.credit, "f"),
-        tensor(columns.behaviour, "f"),
-        tensor(columns.versions, "q"),
-        tensor(columns.lengths, "f"),
-        tensor(columns.sequences, "q"),
-        tensor(columns.groups, "q"),
-        tensor(columns.reference, "f") if columns.reference else None,
+        on_device(columns.source),
+        on_device(columns.target),
+        on_device(columns.credit),
+        on_device(columns.behaviour),
+        on_device(columns.versions),
+        on_device(columns.lengths),
+        on_device(columns.sequences),
+        torch.tensor(columns.groups).to(device),
+        reference_N.to(device) if len(reference_N) else None,
     )

@@ -94,11 +94,10 @@ class Crew:
         self.host = socket.gethostname()
         self.timeout = timedelta(seconds=deadline_s)
         self.row_shards = ranks
-        self.gather_asked = "auto"
-        self.gathers_for = ""
-        """What became of it, once there is a policy: `layer` or `step`."""
         """Into how many runs of rows tensors are cut: ranks that are so far apart hold the same rows. Rank 0's spec
         says it, at `begin`."""
+        self.gathers_for, self.sums_by_step = "", False
+        """What became of parallel.gather (`layer` or `step`) and of parallel.sums, once there is a policy."""
         self._deadline_s, self._children = deadline_s, children
         self._handlers: dict[str, Handler] = {}
         self._ordering = threading.Lock()

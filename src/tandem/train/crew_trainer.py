@@ -74,22 +74,20 @@ class CrewTrainer(TreeTrainer):
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
         crew = self._crew
         if self._algorithm.needs_kl:
-            gains = crew.order("gains", sizes=self._dealt(balance.dealt(batch.mismatched, crew.ranks)))
+            mismatched = balance.leaves(batch.mismatched, crew.ranks, by_step=False)
+            gains = crew.order("gains", sizes=self._dealt(balance.dealt(mismatched, crew.ranks)))
             give_kl([batch], [each for answer in gains for each in answer])
-        rounds = balance.dealt(batch.micro, crew.ranks)
-        present = [[micro is not None for micro in each] for each in rounds]
+        leaves = balance.leaves(batch.micro, self._shares, by_step=self._by_step)
+        rounds = balance.dealt(leaves, crew.ranks)
+        present = [[leaf is not None for leaf in each] for each in rounds]
         totals = [batch.totals.tokens, batch.totals.sequences]
         sizes = self._dealt(rounds)
         answers = crew.order(
-            "backward", sizes=sizes, present=present, totals=totals, computed=computed_tokens(batch),
-            version=self.version,
+            "backward", sizes=sizes, widths=balance.widths(rounds), present=present, totals=totals,
+            computed=computed_tokens(batch), version=self.version,
         )  # fmt: skip
-        reports = [
-            answers[rank]["reports"][index]
-            for index, there in enumerate(present)
-            for rank, is_there in enumerate(there)
-            if is_there
-        ]
+        of_ranks = [iter(answer["reports"]) for answer in answers]
+        reports = [next(of_ranks[number % crew.ranks]) for number, leaf in enumerate(leaves) for _ in leaf]
         steps = sum(answer["steps"] for answer in self._counted(answers))
         metrics, scale = self._decided(batch, reports, norm_of(steps, answers[0]["largest"]))
         memory = self._memory.metrics(size_bytes(self._gradients.values()), len(rounds))
@@ -97,13 +95,14 @@ class CrewTrainer(TreeTrainer):
         if scale < 0:
             return None
         sums = [math.fsum(each) for each in zip(*filter(None, self._counted(moved)), strict=True)]
-        costs = [cost(*micro.ids_BT.shape) for micro in batch.micro]
+        costs = [sum(cost(*micro.ids_BT.shape) for micro in leaf) for leaf in leaves]
         spread = {"parallel/imbalance": balance.imbalance(costs, crew.ranks)}
         return {**metrics, **memory, **self._moved(sums), **spread}
 
     def _do_backward(
         self,
         sizes: Sequence[int],
+        widths: Sequence[int],
         present: Sequence[Sequence[bool]],
         totals: Sequence[int],
         computed: int,
@@ -111,19 +110,19 @@ class CrewTrainer(TreeTrainer):
     ) -> dict[str, Any]:
         crew = self._crew
         self._check_version(version)
-        reports = self.backward(self._mine(sizes), present, Totals(*totals), computed)
+        reports = self.backward(self._mine(sizes), widths, present, Totals(*totals), computed)
         squares = self.squares()
         of_ranks = crew.gather(largest_of(squares))
         largest = max(of_ranks) if all(map(math.isfinite, of_ranks)) else math.nan
         return {"reports": reports, "largest": largest, "steps": sum_in_steps(squares, largest)}
 
-    def _dealt(self, rounds: Sequence[Sequence[MicroBatch | None]]) -> list[int]:
+    def _dealt(self, rounds: Sequence[Sequence[Sequence[MicroBatch] | None]]) -> list[int]:
         """Keep what `_mine` sends to each rank; return the sizes in bytes."""
-        self._to_send = [micro_wire.pack([each[rank] for each in rounds]) for rank in range(self._crew.ranks)]
+        self._to_send = [micro_wire.pack(balance.of_rank(rounds, rank)) for rank in range(self._crew.ranks)]
         return [data.numel() for data in self._to_send]
 
     def _mine(self, sizes: Sequence[int]) -> list[MicroBatch | None]:
-        """Return this rank's micro-batches, one a round, as rank 0 sends them."""
+        """Return this rank's micro-batches, round by round, as rank 0 sends them."""
         crew = self._crew
         if crew.rank == 0:
             for rank in range(1, crew.ranks):
@@ -158,31 +157,36 @@ class CrewTrainer(TreeTrainer):
     # --- what goes to an engine
 
     def export(self, kind: WeightKind) -> Weights:
-        """What all ranks hold is compared before every version that leaves the trainer."""
-        self.fingerprints()
+        """What several ranks hold is compared before every version that leaves the trainer."""
+        self._compared(rows=self._crew.row_shards < self._crew.ranks)
         return super().export(kind)
 
     def fingerprints(self) -> dict[str, str]:
         """The digests of whole tensors, of the rows that each rank holds. RanksDiverged if ranks that must hold the
         same do not."""
-        answers = list(enumerate(self._crew.order("fingerprint")))
-        row_shards = self._crew.row_shards
-        compare_replicas({rank: {"version": str(each["version"]), **each["replicas"]} for rank, each in answers})
-        for shard in range(row_shards):
-            compare_replicas({rank: each["rows"] for rank, each in answers[shard::row_shards]})
-        of_once = [answers[0][1]["replicas"], *(each["rows"] for _, each in answers[:row_shards])]
+        answers = self._compared(rows=True)
+        of_once = [answers[0]["replicas"], *(each["rows"] for each in answers[: self._crew.row_shards])]
         numbers = ((name, int(number)) for each in of_once for name, number in each.items())
         return {name: digest.text(number) for name, number in digest.combine(numbers).items()}
 
-    def _do_fingerprint(self) -> dict[str, Any]:
+    def _compared(self, *, rows: bool) -> Sequence[Mapping[str, Any]]:
+        """Return each rank's digests, with `rows` also of those that it alone holds on its host."""
+        answers = self._crew.order("fingerprint", rows=rows)
+        by_rank, row_shards = list(enumerate(answers)), self._crew.row_shards
+        compare_replicas({rank: {"version": str(each["version"]), **each["replicas"]} for rank, each in by_rank})
+        for shard in range(row_shards):
+            compare_replicas({rank: each["rows"] for rank, each in by_rank[shard::row_shards]})
+        return answers
+
+    def _do_fingerprint(self, *, rows: bool) -> dict[str, Any]:
         replicas = {name: (name, tensor, 0, 0) for name, tensor in self._ours.replicas()}
-        parts = (part for part in self._ours.parts() if part.name not in replicas)
-        rows = {part.name: (part.name, part.tensor, part.row_start, part.col_start) for part in parts}
-        numbers = list(map(str, digest.pieces([*rows.values(), *replicas.values()])))
+        parts = [part for part in self._ours.parts() if part.name not in replicas] if rows else []
+        mine = {part.name: (part.name, part.tensor, part.row_start, part.col_start) for part in parts}
+        numbers = list(map(str, digest.pieces([*mine.values(), *replicas.values()])))
         return {
             "version": self.version,
-            "rows": dict(zip(rows, numbers, strict=False)),
-            "replicas": dict(zip(replicas, numbers[len(rows) :], strict=True)),
+            "rows": dict(zip(mine, numbers, strict=False)),
+            "replicas": dict(zip(replicas, numbers[len(mine) :], strict=True)),
         }
 
     def score(self, ids: Sequence[int], first: int) -> list[float]:

@@ -1,9 +1,10 @@
 """Sums of gradients in an order that depends on the micro-batches alone, and norms that depend on no rank.
 
-Micro-batch i of a step is leaf i of one binary tree: (0 + 1) + (2 + 3), then (that) + (4 + 5), and so on. With N ranks,
-round k computes the leaves kN to kN + N - 1, one on each rank. Their sum over ranks is a subtree if N is a power of
-two, so 1, 2, 4 and 8 ranks add the same numbers in the same order. A leaf that is absent (fewer micro-batches than
-ranks in the last round) is left out: adding zero would turn -0.0 into 0.0.
+A step is one binary tree of leaves: (0 + 1) + (2 + 3), then (that) + (4 + 5), and so on. A leaf is one micro-batch, or
+with `parallel.sums = "step"` all of one share, added up one after the other. With N ranks, round k computes the leaves
+kN to kN + N - 1, one on each rank. Their sum over ranks is a subtree if N is a power of two, so 1, 2, 4 and 8 ranks add
+the same numbers in the same order. A leaf that is absent (fewer leaves than ranks in the last round) is left out:
+adding zero would turn -0.0 into 0.0.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Gradients = dict[str, Tensor]
+from tandem.ops.leaf_sum import Gradients, LeafSum
+
 _STEPS = 2.0**38
 
 
 class Rounds(Protocol):
     """Where the gradients of one round come from: float32, summed over ranks, of the rows that this rank holds."""
 
-    def begin(self, present: Sequence[bool]) -> None: ...  # before forward; which ranks have a micro-batch
-    def end(self) -> Gradients: ...  # after backward
+    def begin(self, present: Sequence[bool]) -> None: ...  # which ranks have a leaf
+    def before(self, *, last: bool) -> None: ...  # before the forward pass of each of its micro-batches
+    def after(self, *, counts: bool) -> None: ...  # after its backward pass; without `counts`: forget what it gave
+    def end(self) -> Gradients: ...
     def settle(self) -> None: ...  # after the last round: the weights change now
 
 
@@ -31,17 +35,19 @@ class OneRank:
     """Rounds of a trainer that is one process: every gradient as backward left it."""
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        self._parameters = parameters
+        self._leaf = LeafSum(parameters)
 
     def begin(self, present: Sequence[bool]) -> None:
-        for _, tensor in self._parameters:
-            tensor.grad = None
+        self._leaf.forget()
+
+    def before(self, *, last: bool) -> None:
+        """Nothing is sent."""
+
+    def after(self, *, counts: bool) -> None:
+        self._leaf.take()
 
     def end(self) -> Gradients:
-        taken = {name: tensor.grad.float() for name, tensor in self._parameters if tensor.grad is not None}
-        for _, tensor in self._parameters:
-            tensor.grad = None
-        return taken
+        return self._leaf.sums()
 
     def settle(self) -> None:
         """Nothing was gathered."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tandem.errors import SpecError
 from tandem.protocols import Algorithm, Optimizer, Policy
+from tandem.train import balance
 from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import clip_scale
 from tandem.train.gradient_tree import (
@@ -43,7 +44,8 @@ class Report(TypedDict):
 
 
 class TreeTrainer(PolicyTrainer):
-    """`rounds`: where gradients come from. `update_metrics`: of the sums that the optimizer returns."""
+    """`rounds`: where gradients come from. `update_metrics`: of the sums that the optimizer returns. `shares` and
+    `by_step` say what is a leaf of the sum (train/balance.py)."""
 
     def __init__(
         self,
@@ -52,6 +54,8 @@ class TreeTrainer(PolicyTrainer):
         optimizer: Optimizer,
         *,
         update_metrics: Callable[[Sequence[float]], Metrics],
+        shares: int,
+        by_step: bool,
         rounds: Rounds | None = None,
         **options: Any,
     ) -> None:
@@ -62,28 +66,39 @@ class TreeTrainer(PolicyTrainer):
                 "gradients are summed over micro-batches; set gradient_release = false"
             )
         self._update_metrics = update_metrics
+        self._shares, self._by_step = shares, by_step
         self._rounds = rounds or OneRank(self._parameters)
         self._gradients: Gradients = {}
 
     # --- the parts of a step on this rank
 
     def backward(
-        self, micros: Sequence[MicroBatch | None], present: Sequence[Sequence[bool]], totals: Totals, computed: int
+        self,
+        micros: Sequence[MicroBatch | None],
+        widths: Sequence[int],
+        present: Sequence[Sequence[bool]],
+        totals: Totals,
+        computed: int,
     ) -> list[Report]:
-        """One micro-batch a round; None where this rank has none and only takes part. `present`: of each round, which
-        ranks have one."""
+        """`widths`: how many micro-batches each round has; None where this rank has none and only takes part.
+        `present`: of each round, which ranks have a leaf."""
         tree = TreeSum()
         reports: list[Report] = []
-        for micro, there in zip(micros, present, strict=True):
-            self.on_micro_batch()
+        ahead = iter(micros)
+        for width, there in zip(widths, present, strict=True):
             self._rounds.begin(there)
-            if micro is None:
-                self._take_part()
-            else:
-                sums: defaultdict[str, float] = defaultdict(float)
-                gap = Gap()
-                self._loss(micro, totals, computed, sums, gap).backward()
-                reports.append({"sums": sums, "gap": gap.numbers()})
+            for left in reversed(range(width)):
+                self.on_micro_batch()
+                micro = next(ahead)
+                self._rounds.before(last=left == 0)
+                if micro is None:
+                    self._take_part()
+                else:
+                    sums: defaultdict[str, float] = defaultdict(float)
+                    gap = Gap()
+                    self._loss(micro, totals, computed, sums, gap).backward()
+                    reports.append({"sums": sums, "gap": gap.numbers()})
+                self._rounds.after(counts=micro is not None)
             tree.add(self._rounds.end())
         self._gradients = tree.take()
         self._rounds.settle()
@@ -114,7 +129,9 @@ class TreeTrainer(PolicyTrainer):
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
         if self._algorithm.needs_kl:
             set_kl(self._policy, [batch], **self._sampling)
-        reports = self.backward(batch.micro, [[True]] * len(batch.micro), batch.totals, computed_tokens(batch))
+        leaves = balance.leaves(batch.micro, self._shares, by_step=self._by_step)
+        micros, widths = [micro for leaf in leaves for micro in leaf], list(map(len, leaves))
+        reports = self.backward(micros, widths, [[True]] * len(leaves), batch.totals, computed_tokens(batch))
         squares = self.squares()
         largest = largest_of(squares)
         metrics, scale = self._decided(batch, reports, norm_of(sum_in_steps(squares, largest), largest))
@@ -124,7 +141,7 @@ class TreeTrainer(PolicyTrainer):
 
     def _decided(self, batch: Batch, reports: Sequence[Report], norm: float) -> tuple[Metrics, float]:
         """The step's metrics, and by what the gradient is multiplied; below 0 if the batch is set aside. `reports`: in
-        the order of the micro-batches."""
+        the order of the leaves."""
         sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
         gap = Gap()
         for report in reports:

@@ -12,7 +12,7 @@ from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.lengths import Micro
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher, trained_tensors
-from tandem.runs.planner.rank_share import ALONE, Rank, layer_numbers, root_numbers
+from tandem.runs.planner.rank_share import ALONE, Rank, layer_numbers, leaf_rounds, root_numbers, sums_kept
 from tandem.runs.planner.workload import Work, pass_of, width_of
 from tandem.spec.algorithm import uses_reference
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
@@ -55,7 +55,7 @@ def needed_gib(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, o
 
 
 def all_ranks(spec: RunSpec) -> list[Rank]:
-    return [Rank.of(spec.parallel, number) for number in range(spec.parallel.ranks)]
+    return [Rank.of(spec, number) for number in range(spec.parallel.ranks)]
 
 
 def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank: Rank = ALONE) -> list[Phase]:
@@ -241,13 +241,16 @@ def _micro(
     tree = spec.parallel.num_shares > 1
     grad_width = 4 if lora or width == 4 or work.num_micro > 1 or tree else width
     gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))
-    sums = gradients * (work.sums * summed)
-    layer, reduced = backward_bytes(shape, how, micro.tokens), 0
-    if tree and width < 4 and lora is None:
+    adds = lora is None and rank.adds(shape, machine.gpu_bytes)
+    sums = summed * gradients * (sums_kept(leaf_rounds(spec.parallel)) if adds else work.sums)
+    layer, reduced, sent = backward_bytes(shape, how, micro.tokens), 0, width
+    if adds:
+        sums, sent = sums + summed * 4 * shape.total, 4  # its own, whole
+    elif tree and width < 4 and lora is None:
         reduced = width * sum(tensors)  # as backward left them, until all are in fp32
     if rank.count > 1 and lora is None:
-        layer += width * max(whole) + 2 * width * layer_numbers(shape)  # gradients that are sent, and that come
-        reduced += 2 * width * root_numbers(shape)
+        layer += width * max(whole) + 2 * sent * layer_numbers(shape)  # gradients that are sent, and that come
+        reduced += 2 * sent * root_numbers(shape)
     elif rank.count > 1:  # every rank has those of all others of its host for a while, and copies their sum
         reduced = rank.row_shards * gradients
     head = byte_sizes.head_bytes(
@@ -387,7 +390,7 @@ def largest_cache_gib(spec: RunSpec, shape: ModelShape, machine: Machine) -> flo
     """For keys and values beside all that is there between training steps."""
     width = width_of(spec.precision)
     rest = machine.limit_gib
-    for rank in [Rank.of(spec.parallel, 0)] if machine.on_gpu else all_ranks(spec):
+    for rank in [Rank.of(spec, 0)] if machine.on_gpu else all_ranks(spec):
         rest -= machine.context_gib + sum(_always(spec, shape, spec.train, machine, rank).values())
     own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)
     return max(0.0, rest - (shape.total * width / _GIB + machine.context_gib if own else 0.0))

@@ -186,7 +186,7 @@ def _enough_ranks(
         gib = needed_gib(spread, shape, work, target)
         if gib <= target.limit_gib:
             return {count: gib}, ""
-        worst = max(phases(spread, shape, work, target, Rank.of(spread.parallel, 0)), key=lambda phase: phase.peak_gib)
+        worst = max(phases(spread, shape, work, target, Rank.of(spread, 0)), key=lambda phase: phase.peak_gib)
     assert worst is not None
     part, gib = max(worst.parts.items(), key=lambda each: each[1])
     whole = "every rank has all of it" if part in _OF_EVERY_RANK else "each rank has its rows of it"

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from tandem.ops.byte_sizes import Dims, ModelShape, keeps_gathered
+from tandem.ops.byte_sizes import Dims, ModelShape, keeps_gathered, sums_by_step
 from tandem.ops.parts import rows_of
-from tandem.spec.parallel import ParallelSpec
+from tandem.spec.parallel import ParallelSpec, settled
+from tandem.spec.run import RunSpec
 
 _TOGETHER = 2
 """Layers whose weights are whole at once: the one at work, and the next one, which is gathered meanwhile."""
@@ -23,10 +24,12 @@ class Rank:
     row_shards: int = 1
     """Into how many runs of rows a tensor is cut; ranks that are so far apart hold the same rows."""
     gather: str = "layer"
+    sums: str = "round"
 
     @classmethod
-    def of(cls, parallel: ParallelSpec, number: int) -> Rank:
-        return cls(number, parallel.ranks, parallel.row_shards, parallel.gather)
+    def of(cls, spec: RunSpec, number: int) -> Rank:
+        parallel = settled(spec.parallel, deterministic=spec.deterministic)
+        return cls(number, parallel.ranks, parallel.row_shards, parallel.gather, parallel.sums)
 
     @property
     def leads(self) -> bool:
@@ -49,6 +52,10 @@ class Rank:
     def keeps(self, shape: ModelShape, width: int, gpu_bytes: float) -> bool:
         """Return whether all weights stay whole from their first use in a step. `width`: bytes of a number."""
         return self.count > 1 and keeps_gathered(self.gather, shape.total * width, gpu_bytes)
+
+    def adds(self, shape: ModelShape, gpu_bytes: float) -> bool:
+        """Return whether it adds up the gradients of its own micro-batches, whole, before they are sent."""
+        return self.count > 1 and sums_by_step(self.sums, 4 * shape.total, gpu_bytes)
 
     def gathered(self, shape: ModelShape, width: int, gpu_bytes: float) -> int:
         """Return how many numbers are whole while a micro-batch is computed. The root's stay so until backward ends."""
@@ -76,6 +83,11 @@ def layer_numbers(shape: ModelShape) -> int:
 
 def root_numbers(shape: ModelShape) -> int:
     return sum(map(prod, root_tensors(shape)))
+
+
+def leaf_rounds(parallel: ParallelSpec) -> int:
+    """Return how often a step sends gradients, where each rank adds up those of a share first."""
+    return -(-parallel.num_shares // parallel.ranks)
 
 
 def sums_kept(rounds: int) -> int:

@@ -11,7 +11,7 @@ from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.memory import at_once, colocated, row_bytes, rows_held, sync_bytes
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
-from tandem.runs.planner.rank_share import Rank, layer_numbers, root_numbers
+from tandem.runs.planner.rank_share import Rank, layer_numbers, leaf_rounds, root_numbers
 from tandem.runs.planner.workload import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
 from tandem.spec.algorithm import uses_reference
 from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
@@ -104,7 +104,7 @@ def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine
     passed = layer_bytes(shape, how) * shape.layers * work.step_tokens
     micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro.tokens, stage.micro_tokens))))
     launches = micro * shape.layers * (_LORA_LAUNCHES if lora else 1) * (1 + _AGAIN.get(kept, 0) / 3)
-    updated = adapter_numbers(shape, lora) if lora else Rank.of(spec.parallel, 0).held(shape)
+    updated = adapter_numbers(shape, lora) if lora else Rank.of(spec, 0).held(shape)
     return (
         products / machine.train_flops
         + pairs / machine.attention_flops
@@ -147,10 +147,16 @@ def _ranks_s(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> 
         return None
     layers = layer_numbers(shape) * shape.layers
     gathered = work.rounds * width * (2 * layers + root_numbers(shape))
-    if Rank.of(spec.parallel, 0).keeps(shape, width, machine.gpu_bytes):
+    rank = Rank.of(spec, 0)
+    if rank.keeps(shape, width, machine.gpu_bytes):
         gathered = 0 if lora else width * shape.total  # a frozen base is gathered once a run
-    reduced = width * shape.total / ranks if lora is None else 4 * adapter_numbers(shape, lora)
-    sent = (gathered / ranks + work.rounds * reduced) * (ranks - 1)
+    if lora is not None:
+        reduced = work.rounds * 4 * adapter_numbers(shape, lora)
+    elif rank.adds(shape, machine.gpu_bytes):
+        reduced = leaf_rounds(spec.parallel) * 4 * shape.total / ranks
+    else:
+        reduced = work.rounds * width * shape.total / ranks
+    sent = (gathered / ranks + reduced) * (ranks - 1)
     return sent / (machine.link_gb_s * 1e9)
 
 
