@@ -33,8 +33,10 @@ from tandem.cli.options import (
     Port,
     Quiet,
     ReadyFile,
+    SpecOrNone,
     Thinking,
     Version,
+    checked_spec,
     view_of,
 )
 from tandem.cli.remote import cancel, login, logs, pull, resume_remote, submit
@@ -83,7 +85,7 @@ def options(version: Version = False) -> None:
 
 @app.command()
 def train(
-    spec: SpecFile,
+    spec: SpecOrNone = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory to create. Default: runs/<name>-<time>.")] = None,
     supervise: Supervise = False,
     rehearse: Annotated[
@@ -97,9 +99,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a model as SPEC says, with a live view, and end with a verdict: improved, worse, unchanged or undecided."""
-    from tandem.spec.load import load_spec
-
-    checked = load_spec(spec, overrides or ())  # before heavy imports: a wrong spec is refused at once
+    checked = checked_spec(spec, overrides)  # before heavy imports: a wrong spec is refused at once
     view = view_of(quiet=quiet, as_json=as_json)
     if supervise and view is not None:
         raise typer.BadParameter("--supervise cannot be combined with --quiet or --json: its child prints the view")
@@ -108,6 +108,8 @@ def train(
             "--rehearse and --supervise cannot be combined: rehearse first, then start the supervised run"
         )
     if supervise:
+        if spec is None:
+            raise typer.BadParameter("--supervise: needs SPEC, a file, since it starts the run again by it")
         from tandem.runs.run import Run
         from tandem.runs.supervise import supervise_run
 
@@ -136,7 +138,7 @@ def train(
 
 @app.command()
 def plan(
-    spec: SpecFile,
+    spec: SpecOrNone = None,
     gpu: Annotated[
         str,
         typer.Option(
@@ -171,10 +173,9 @@ def plan(
     """Estimate memory by phase, time and cost of SPEC, and suggest changes. Exit code 1: it does not fit."""
     from tandem.recipes.plan_run import plan_run
     from tandem.runs.planner.plan_text import plan_text
-    from tandem.spec.load import load_spec
 
     planned = plan_run(
-        load_spec(spec, overrides or ()),
+        checked_spec(spec, overrides),
         gpu=gpu,
         prices=prices,
         memory_gib=memory_gib,
