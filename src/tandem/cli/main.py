@@ -384,6 +384,8 @@ def export(
         run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base, gguf=gguf
     )
     typer.echo(copy)
+    if (Path(copy) / "Modelfile").exists():
+        typer.echo(f"for Ollama: cd {copy} && ollama create my-model -f Modelfile", err=True)
 
 
 @spec_app.command("schema")
