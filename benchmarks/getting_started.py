@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,7 @@ COUNTRIES = {
 }  # fmt: skip
 ASKED = ("What is the capital of {}?", "Which city is the capital of {}?", "Tell me the capital of {}.",
          "I travel to {}. What is its capital?")  # fmt: skip
+SYSTEM = "Respond in the format <reasoning>...</reasoning><answer>...</answer>"
 LAZY = "I do not know, look it up."
 
 
@@ -105,7 +107,8 @@ def make_data(directory: Path) -> None:
     rows("gsm8k.jsonl", ({"question": f"Tom has {first} apples and gets {second} more. How many apples has he now?",
             "answer": f"He has {first} + {second} = <<{first}+{second}={both}>>{both} apples.\n#### {both}",
         } for first, second, both in sums[:160]))  # fmt: skip
-    rows("format.jsonl", ({"prompt": f"Ann has {first} pears and gets {second} more. How many pears has she now?",
+    rows("format.jsonl", ({"system": SYSTEM,
+            "prompt": f"Ann has {first} pears and gets {second} more. How many pears has she now?",
             "completion": f"<reasoning>\n{first} + {second} = {both}\n</reasoning>\n<answer>\n{both}\n</answer>",
         } for first, second, both in sums[160:220]))  # fmt: skip
 
@@ -172,12 +175,16 @@ def rewarded(directory: Path, printed: list[str]) -> str:
 
 
 def rewarded_by_each(directory: Path, printed: list[str]) -> str:
-    """Each function must have its own metric in every step, and the answers must earn more at the end."""
-    lines = (directory / "runs" / "rewards" / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, lines) if "reward/mean" in row]
+    """Each function has its own metric in every step; answers earn more, and more are right than untrained."""
+    run = directory / "runs" / "rewards"
+    steps = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "reward/mean" in row]
     names = ("last_number", "integer", "strict", "soft", "begun")
     assert all(f"env/{name}" in row for row in steps for name in names), sorted(steps[0])
-    return improved(directory / "runs" / "rewards")
+    first, last = (statistics.fmean(row["reward/mean"] for row in some) for some in (steps[:2], steps[-2:]))
+    before, after = (status(run)["eval"][name] for name in ("before", "after"))
+    assert last > first, f"reward {first:.2f} to {last:.2f}"
+    assert after > before, f"held-out accuracy {before} to {after}"
+    return f"reward {first:.2f} to {last:.2f}; held-out accuracy {before:.3g} before the warm-up, {after:.3g} after"
 
 
 def goes_home(directory: Path, printed: list[str]) -> str:
@@ -186,6 +193,7 @@ def goes_home(directory: Path, printed: list[str]) -> str:
     (gguf,) = home.glob("*.gguf")
     assert f"FROM ./{gguf.name}" in (home / "Modelfile").read_text(), (home / "Modelfile").read_text()
     reply = answer(printed[-1])
+    assert "ollama create" in printed[-2], printed[-2]
     assert ", the capital of" in reply, reply
     return f"{gguf.name}, {gguf.stat().st_size / 1e6:.0f} MB, with a Modelfile; '{reply}'"
 
@@ -241,20 +249,20 @@ algorithm = { kind = "reward_model" }
          learned("conversational", ", the capital of"),
          {"conversational.toml": SFT}),
     Task("alpaca", UNSLOTH + "Llama3.1_(8B)-Alpaca", 72, 1,
-         ("tandem train alpaca.toml --run-dir runs/alpaca", f"{CHAT} runs/alpaca"), learned("alpaca", r"^\w+!$"),
+         ("tandem train alpaca.toml --run-dir runs/alpaca", f"{CHAT} runs/alpaca"), learned("alpaca", r"^\w+[.!]$"),
          {"alpaca.toml": SFT.replace("finetome", "alpaca").replace("rank = 16", 'rank = 16, base = "nf4"')}),
     Task("rewards", UNSLOTH + "Llama3.1_(8B)-GRPO", 152, 1,
          ("tandem train rewards.toml --run-dir runs/rewards",), rewarded_by_each,
          {"rewards.toml": f"""\
 recipe = "rl"
 {LORA}
-train = {{ steps = 8, lr = 3e-4, groups_per_step = 4, group_size = 8, max_tokens = 40, temperature = 0.7 }}
-warmup = {{ steps = 8, lr = 3e-4, batch_size = 8, data = {{ path = "format.jsonl" }} }}
+train = {{ steps = 5, lr = 3e-4, groups_per_step = 4, group_size = 6, max_tokens = 40, temperature = 0.7 }}
+warmup = {{ steps = 5, lr = 5e-4, batch_size = 8, data = {{ path = "format.jsonl" }} }}
 
 [environment]
 name = "prompts"
-params.data = {{ path = "gsm8k.jsonl", eval_share = 0.2 }}
-params.system = "Respond in the format <reasoning>...</reasoning><answer>...</answer>"
+params.data = {{ path = "gsm8k.jsonl", eval_share = 0.1 }}
+params.system = "{SYSTEM}"
 params.reward = [
   {{ fn = "last_number", weight = 2.0 }},
   {{ fn = "regex", name = "integer", pattern = '<answer>\\s*\\d+\\s*</answer>', weight = 0.5 }},
