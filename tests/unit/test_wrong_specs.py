@@ -58,7 +58,7 @@ WRONG = [
     ("sft", "model.attn_implementation=flash_attention_2", "write model.attention"),
     ("sft", "model.torch_dtype=bfloat16", "write precision.weights"),
     ("sft", "train.gradient_checkpointing=true", 'write model.activations = "recompute"'),
-    ("rl", "reward_funcs=f", "`tandem env new NAME` writes one"),
+    ("rl", "reward_funcs=f", 'write reward in environment.params, with environment.name = "prompts"'),
     # names of Unsloth and PEFT
     ("sft", "model.load_in_4bit=true", 'write model.lora.base = "nf4"'),
     ("sft", "model.lora_r=16", "write model.lora.rank"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 _RL_BATCH = "groups_per_step tasks with group_size answers each"
 _LORA = "a table: [model] lora = { rank = 16, alpha = 32 }"
 
+_REWARD = 'reward in environment.params, with environment.name = "prompts" (docs/your_data.md)'
+
 FIELDS = {
     # model
     "model_name_or_path": "model.path",
@@ -133,8 +135,8 @@ FIELDS = {
     "generator": "a table [engine]",
     "dataset": "a table [data]; in RL, [environment]",
     "env": "a table [environment]",
-    "reward_funcs": "an environment's own code: `tandem env new NAME` writes one",
-    "reward_model": "an environment's own code: `tandem env new NAME` writes one",
+    "reward_funcs": _REWARD,
+    "reward_model": _REWARD,
 }
 
 VALUES = {
@@ -154,6 +156,13 @@ VALUES = {
     "huggingface": "hf",
     "transformers": "hf",
     "sglang": "remote",
+}
+
+REWARDS = {  # TRL's ready functions
+    "accuracy_reward": '{ fn = "maths", answer = "solution" }',
+    "reasoning_accuracy_reward": '{ fn = "maths", answer = "solution" }, with model.thinking = true',
+    "think_format_reward": '"tags"',
+    "get_soft_overlong_punishment": '{ fn = "length", most = 200 }',
 }
 
 RECIPES = {
