@@ -15,7 +15,7 @@ def init(
         str, typer.Option(help="Model directory, hub id, or a preset from scratch such as tiny. Default: ask.")
     ] = "",
     task: Annotated[
-        str, typer.Option(help="A file of rows. Also, rewards: an environment; imitate, prefer: a data set. Default: ask.")
+        str, typer.Option(help="A file of rows; with rewards an environment, otherwise a data set, too. Default: ask.")
     ] = "",
     gpu: Annotated[
         str, typer.Option(help="none, GiB of memory such as 24, or a card such as 4090. Default: ask.")
