@@ -156,6 +156,23 @@ def test_a_spec_of_settings_alone_needs_no_file():
     assert (none.exit_code, "recipe=sft" in none.output) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("typed", "way_out"),
+    [
+        ("sft --dataset_name x", 'write recipe = "sft"'),
+        ("grpo", 'write recipe = "rl", and [algorithm] kind = "grpo"'),
+        ("reward", 'write recipe = "preference", and [algorithm] kind = "reward_model"'),
+        ("trian a.toml", "Did you mean 'train'?"),
+        ("train --model_name_or_path x", "write model.path"),
+        ("plan a.toml --dataset-name=x", "write data.name for a data set of the hub"),
+    ],
+)
+def test_a_command_line_of_trl_is_answered_with_ours(typed: str, way_out: str):
+    told = CliRunner().invoke(app, typed.split())
+    words = re.sub(r"[\s│]+", " ", told.output)
+    assert (told.exit_code, way_out in words) == (2, True), words
+
+
 def test_there_are_sixty_of_them_and_names_of_others_are_most():
     assert len(WRONG) >= 60
     assert len(others_names.FIELDS) >= 80

@@ -39,6 +39,7 @@ from tandem.cli.options import (
     checked_spec,
     view_of,
 )
+from tandem.cli.others import CommandsWithOthers, SpecCommand
 from tandem.cli.remote import cancel, login, logs, pull, resume_remote, submit
 from tandem.cli.rollouts import rollouts_app
 from tandem.cli.runs import compare, explain, report, runs, watch
@@ -52,6 +53,7 @@ from tandem.runs.named_runs import is_run_id
 
 app = typer.Typer(
     name="tandem",
+    cls=CommandsWithOthers,
     help="Train a language model further, and bring each version to the engine that serves it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -83,7 +85,7 @@ def options(version: Version = False) -> None:
     """Each sub-command has options of its own."""
 
 
-@app.command()
+@app.command(cls=SpecCommand)
 def train(
     spec: SpecOrNone = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory to create. Default: runs/<name>-<time>.")] = None,
@@ -136,7 +138,7 @@ def train(
         typer.echo(json.dumps({"run": str(directory), **status}, indent=2))
 
 
-@app.command()
+@app.command(cls=SpecCommand)
 def plan(
     spec: SpecOrNone = None,
     gpu: Annotated[

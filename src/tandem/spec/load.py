@@ -75,7 +75,7 @@ def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
     if raw.get("recipe") not in ("rl", "sft", "preference"):
         raise SpecError(
             f"recipe = {_show(raw.get('recipe'))}: the first line of a spec names the recipe; "
-            f"{_meant_recipe(raw.get('recipe'))}"
+            f"{meant_recipe(raw.get('recipe'))}"
         )
     raw = with_kinds(raw)
     try:
@@ -259,10 +259,11 @@ def plain_message(item: Any) -> str:
     return words.get(kind, f"{message[0].lower()}{message[1:]}")
 
 
-def _meant_recipe(written: Any) -> str:
+def meant_recipe(written: Any) -> str:
+    """Return what to write for an algorithm's name in the place of a recipe."""
     if not (meant := others_names.of_recipe(written)):
         return 'write recipe = "rl", recipe = "sft", or recipe = "preference" for pairs of answers'
-    kind = str(written).lower()
+    kind = "reward_model" if written == "reward" else str(written).lower()
     more = f', and [algorithm] kind = "{kind}"' if kind in _algorithms(meant) else ""
     return f'write recipe = "{meant}"{more}'
 

@@ -74,8 +74,8 @@ FIELDS = {
     "max_length": "data.max_tokens",
     "max_seq_length": "data.max_tokens; in RL, train.max_tokens for an answer and engine.max_context for all",
     "max_seq_len": "data.max_tokens; in RL, train.max_tokens for an answer and engine.max_context for all",
-    "dataset_name": 'data.path, with data.kind = "dataset"',
-    "dataset_path": 'data.path, with data.kind = "dataset"',
+    "dataset_name": "data.name for a data set of the hub, data.path for a file",
+    "dataset_path": "data.name for a data set of the hub, data.path for a file",
     # rollouts
     "max_completion_length": "train.max_tokens",
     "max_new_tokens": "train.max_tokens",
@@ -183,7 +183,7 @@ RECIPES = {
         "rejection_sampling",
     ),
     "sft": ("supervised", "finetune", "fine-tune", "fine_tune", "lora", "qlora", "cpt"),
-    "preference": ("dpo", "ipo", "orpo", "kto", "pairs"),
+    "preference": ("dpo", "ipo", "orpo", "kto", "pairs", "reward"),
 }
 
 
