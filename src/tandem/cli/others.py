@@ -13,7 +13,7 @@ class CommandsWithOthers(TyperGroup):
     """A group of commands that knows those of TRL."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0] if args else ""
+        name = "" if ctx.resilient_parsing else args[0]  # resilient: a shell asks for completions
         if self.get_command(ctx, name) is None and others_names.of_recipe(name):
             from tandem.spec.load import meant_recipe
 
@@ -28,7 +28,7 @@ class SpecCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         known = {option for each in self.params for option in (*each.opts, *each.secondary_opts)}
-        for word in args:
+        for word in () if ctx.resilient_parsing else args:
             option = word.partition("=")[0]
             if option.startswith("--") and option not in known and (ours := others_names.of_field(option[2:])):
                 ctx.fail(f"No such option {option}: settings stand in the spec, or behind --set; write {ours}")
