@@ -8,7 +8,7 @@ ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
 REAL := .tandem/real
 
-.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-real test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -167,6 +167,10 @@ test-atropos: $(ATROPOS)/.installed
 # docs/from_a_download.md with SmolLM2-135M-Instruct, which a package holds as a GGUF file: no hub is asked.
 test-real: $(REAL)/.installed
 	$(REAL)/bin/python -m pytest -rs tests/real
+
+# Ten getting-started tasks of TRL and Unsloth on the same model, as a table; twenty minutes on two busy cores.
+getting-started: $(REAL)/.installed
+	OMP_NUM_THREADS=1 $(REAL)/bin/python benchmarks/getting_started.py
 
 $(REAL)/.installed: $(STAMP)
 	rm -rf $(@D)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner
 
 import tandem
+from tandem.cli.main import app
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -61,7 +63,9 @@ def test_adapters_learn_are_resumed_and_leave_as_gguf(kind: str, tmp_path: Path,
     tandem.resume(stopped)
     assert tandem.digest_run(stopped) == tandem.digest_run(whole)
     assert json.loads((whole / "export" / "adapter" / "adapter_config.json").read_text())["r"] == 8
-    (file,) = Path(tandem.export_run(whole, gguf="q8_0")).glob("*.gguf")
+    told = CliRunner().invoke(app, ["export", str(whole), "--gguf", "q8_0"])
+    (file,) = Path(told.stdout.strip()).glob("*.gguf")
+    assert f"cd {file.parent} && ollama create" in told.stderr
     apart = (logits_of(file.parent, file.name) - logits_of(whole / "export")).abs().mean()
     moved = (logits_of(whole / "export") - logits_of(stopped / "export")).abs().max()
     assert moved == 0

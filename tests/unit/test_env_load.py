@@ -118,6 +118,7 @@ def test_a_wrong_name_or_parameter_is_refused_with_the_way_out(name, params, sai
         ('({"role": "user", "content": "hi"},)', "()", "messages = ()"),
         ('({"role": "user", "content": "hi"},)', '"hi"', "messages = 'hi'"),
         ('({"role": "user", "content": "hi"},)', '({"content": "hi"},)', "messages = ({'content': 'hi'},)"),
+        ('"hi"},))', '"hi"},), "42")', "task 'train-0': payload = '42'; write a dict, as in"),
         ("        return [Task(", "        return iter([]) if 1 else [Task(", "returned list_iterator"),
         ("        return [Task(", "        return [5] if 1 else [Task(", "tasks('train') holds 5"),
         ("    size: int = 3", "    demonstrate = 3\n    size: int = 3", "no method demonstrate(task, rng)"),

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
+from tandem.env.load import load_environment
 from tandem.errors import SpecError
 from tandem.recipes.random_checkpoints import SHAPES
 from tandem.runs.first_spec import FirstAnswers, first_spec, gpus, model_billions, rate, write_first_spec
@@ -126,6 +127,16 @@ def test_steps_follow_the_rows_of_the_file(tmp_path: Path) -> None:
     assert table(goal="prefer", task=str(rows))["train"]["steps"] == 32
 
 
+def test_questions_in_a_file_become_an_environment_with_a_reward(tmp_path: Path) -> None:
+    rows = tmp_path / "questions.csv"
+    rows.write_text("question,answer\n" + "".join(f"What is {n} + 1?,{n + 1}\n" for n in range(40)))
+    written = table(goal="rewards", task=str(rows))["environment"]
+    assert len(load_environment(written["name"], written["params"]).tasks("eval")) == 8
+    assert table(goal="imitate", task=str(rows))["data"] == {"kind": "file", "path": str(rows)}
+    with pytest.raises(SpecError, match="made from scratch and answers no question rightly"):
+        table(goal="rewards", task=str(rows), model="tiny")
+
+
 def test_an_existing_file_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "mine.toml"
     out.write_text("mine")
@@ -144,6 +155,8 @@ def test_options_answer_all_questions_and_a_missing_one_is_named_without_a_termi
     assert done.exit_code == 0, done.output
     assert f"  tandem train {out}" in done.stdout
     assert isinstance(load_spec(out), RlSpec)
+    on_cpu = CliRunner().invoke(app, [*given[:-1], str(tmp_path / "cpu.toml"), "--gpu", "none"])
+    assert f"  tandem plan {tmp_path / 'cpu.toml'} --gpu cpu " in on_cpu.stdout
 
 
 def test_in_a_terminal_it_asks_for_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,8 @@ def test_undecided_is_said_with_its_reason_wherever_a_verdict_is(tmp_path):
     status = {**IMPROVED, "verdict": "undecided", "eval": judged}
     assert headline(status) == "Undecided: held-out accuracy rose from 11.0 % before RL to 12.0 % after it."
     assert caveat(status).startswith("These 5 tasks cannot show whether")
-    assert "stayed the same: 5 are too few. Hold out more (eval.tasks)." in caveat(status)
+    way_out = "Hold out more (eval.tasks; with questions of your own, params.data.eval_share)."
+    assert f"stayed the same: 5 are too few. {way_out}" in caveat(status)
     page = page_of(make_run(tmp_path / "run", status))
     assert "Undecided: held-out" in page.text
     assert "5 are too few" in page.text
@@ -272,6 +273,7 @@ def test_the_closing_text_ends_with_three_commands_that_fit_the_run(tmp_path, mo
     assert "report.html" in text
     commands = [line.split("   ")[0].strip() for line in text.splitlines() if line.startswith("  tandem ")]
     assert commands == [f"tandem chat {run}", f"tandem serve {run}", "tandem env new my_env"]
+    assert f"tandem export {run} --gguf q8_0" in printed(run, {**IMPROVED, "recipe": "sft"})
 
 
 def test_where_the_shell_does_not_find_tandem_the_commands_say_where_it_is(tmp_path, monkeypatch):

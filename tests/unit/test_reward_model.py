@@ -113,7 +113,7 @@ RL: dict[str, Any] = {
 WRONG = {
     "adapters": ({**PREFERENCE, "model": {"preset": "tiny", "lora": {"rank": 4}}}, "model.lora: .*trains all weights"),
     "packed": ({**PREFERENCE, "model": {"preset": "tiny", "attention": "packed"}}, "model.attention = 'packed'"),
-    "ranks": ({**PREFERENCE, "parallel": {"ranks": 2}}, "trains in one process; leave .parallel. out"),
+    "ranks": ({**PREFERENCE, "parallel": {"ranks": 2}}, "parallel.ranks = 2: .* in one process; leave .parallel. out"),
     "no judge": (RL, "reward = 'reward_model': needs the model; add .environment.judge."),
     "another judge": (
         {**RL, "environment": {**RL["environment"], "judge": {"kind": "engine"}}},

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tandem.__main__ import main
+from tandem.cli.main import app
+from tandem.cli.options import checked_spec
 from tandem.errors import SpecError
 from tandem.spec import others_names
 from tandem.spec.load import json_schema, parse_overrides, parse_spec
@@ -54,7 +58,7 @@ WRONG = [
     ("sft", "model.attn_implementation=flash_attention_2", "write model.attention"),
     ("sft", "model.torch_dtype=bfloat16", "write precision.weights"),
     ("sft", "train.gradient_checkpointing=true", 'write model.activations = "recompute"'),
-    ("rl", "reward_funcs=f", "`tandem env new NAME` writes one"),
+    ("rl", "reward_funcs=f", 'write reward in environment.params, with environment.name = "prompts"'),
     # names of Unsloth and PEFT
     ("sft", "model.load_in_4bit=true", 'write model.lora.base = "nf4"'),
     ("sft", "model.lora_r=16", "write model.lora.rank"),
@@ -125,6 +129,48 @@ def test_the_command_prints_no_traceback_for_any_of_them(
         assert printed.err.startswith("tandem: "), override
         assert way_out in printed.err, override
         assert "Traceback" not in printed.err, override
+
+
+@pytest.mark.parametrize("recipe", ["rl", "sft", "preference"])
+def test_a_spec_grows_from_its_recipe_by_what_the_messages_say(recipe: str):
+    raw: dict[str, Any] = {"recipe": recipe}
+    for _ in range(4):
+        try:
+            parse_spec(raw)
+            break
+        except SpecError as refused:
+            for told in str(refused).split("\n"):
+                line = re.search(r"as in ([\w.]+ = (?:\{.*\}|\"[^\"]*\"|'[^']*'|[\w.-]+))", told)
+                assert line, told
+                raw |= tomllib.loads(line[1])
+    else:
+        pytest.fail(f"still wrong: {raw}")
+
+
+def test_a_spec_of_settings_alone_needs_no_file():
+    settings = ["recipe=sft", "model.preset=tiny", "data.path=rows.jsonl", "train.lr=1e-3", "train.steps=2"]
+    assert checked_spec(None, settings) == parse_spec(parse_overrides(settings))
+    refused = CliRunner().invoke(app, ["train", "--set", "recipe=sft"])
+    assert str(refused.exception).startswith("model: is missing; add it, as in model = ")
+    none = CliRunner().invoke(app, ["train"])
+    assert (none.exit_code, "recipe=sft" in none.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "way_out"),
+    [
+        ("sft --dataset_name x", 'write recipe = "sft"'),
+        ("grpo", 'write recipe = "rl", and [algorithm] kind = "grpo"'),
+        ("reward", 'write recipe = "preference", and [algorithm] kind = "reward_model"'),
+        ("trian a.toml", "Did you mean 'train'?"),
+        ("train --model_name_or_path x", "write model.path"),
+        ("plan a.toml --dataset-name=x", "write data.name for a data set of the hub"),
+    ],
+)
+def test_a_command_line_of_trl_is_answered_with_ours(typed: str, way_out: str):
+    told = CliRunner().invoke(app, typed.split())
+    words = re.sub(r"[\s│]+", " ", told.output)
+    assert (told.exit_code, way_out in words) == (2, True), words
 
 
 def test_there_are_sixty_of_them_and_names_of_others_are_most():

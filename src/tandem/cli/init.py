@@ -15,7 +15,7 @@ def init(
         str, typer.Option(help="Model directory, hub id, or a preset from scratch such as tiny. Default: ask.")
     ] = "",
     task: Annotated[
-        str, typer.Option(help="rewards: an environment. imitate, prefer: a file of rows or a data set. Default: ask.")
+        str, typer.Option(help="A file of rows; with rewards an environment, otherwise a data set, too. Default: ask.")
     ] = "",
     gpu: Annotated[
         str, typer.Option(help="none, GiB of memory such as 24, or a card such as 4090. Default: ask.")
@@ -40,7 +40,8 @@ def init(
     vllm = (Path(".tandem") / "vllm" / "bin" / "python").exists()
     path = write_first_spec(FirstAnswers(**given, billions=billions, vllm=vllm), out)
     typer.echo(f"wrote {path}\nNext:")
-    kind = f" --gpu {given['gpu']}" if given["gpu"] in cards() else ""
+    card = "cpu" if given["gpu"] == "none" else given["gpu"]
+    kind = f" --gpu {card}" if card in {*cards(), "cpu"} else ""
     typer.echo(f"  tandem plan {path}{kind}    what it needs")
     if given["goal"] == "rewards" and "preset" not in path.read_text(encoding="utf-8"):
         typer.echo(f"  tandem env check {path}    how often the model is right before it is trained")

@@ -33,10 +33,13 @@ from tandem.cli.options import (
     Port,
     Quiet,
     ReadyFile,
+    SpecOrNone,
     Thinking,
     Version,
+    checked_spec,
     view_of,
 )
+from tandem.cli.others import CommandsWithOthers, SpecCommand
 from tandem.cli.remote import cancel, login, logs, pull, resume_remote, submit
 from tandem.cli.rollouts import rollouts_app
 from tandem.cli.runs import compare, explain, report, runs, watch
@@ -50,6 +53,7 @@ from tandem.runs.named_runs import is_run_id
 
 app = typer.Typer(
     name="tandem",
+    cls=CommandsWithOthers,
     help="Train a language model further, and bring each version to the engine that serves it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -81,9 +85,9 @@ def options(version: Version = False) -> None:
     """Each sub-command has options of its own."""
 
 
-@app.command()
+@app.command(cls=SpecCommand)
 def train(
-    spec: SpecFile,
+    spec: SpecOrNone = None,
     run_dir: Annotated[Path | None, typer.Option(help="Run directory to create. Default: runs/<name>-<time>.")] = None,
     supervise: Supervise = False,
     rehearse: Annotated[
@@ -97,9 +101,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a model as SPEC says, with a live view, and end with a verdict: improved, worse, unchanged or undecided."""
-    from tandem.spec.load import load_spec
-
-    checked = load_spec(spec, overrides or ())  # before heavy imports: a wrong spec is refused at once
+    checked = checked_spec(spec, overrides)  # before heavy imports: a wrong spec is refused at once
     view = view_of(quiet=quiet, as_json=as_json)
     if supervise and view is not None:
         raise typer.BadParameter("--supervise cannot be combined with --quiet or --json: its child prints the view")
@@ -108,6 +110,8 @@ def train(
             "--rehearse and --supervise cannot be combined: rehearse first, then start the supervised run"
         )
     if supervise:
+        if spec is None:
+            raise typer.BadParameter("--supervise: needs SPEC, a file, since it starts the run again by it")
         from tandem.runs.run import Run
         from tandem.runs.supervise import supervise_run
 
@@ -134,9 +138,9 @@ def train(
         typer.echo(json.dumps({"run": str(directory), **status}, indent=2))
 
 
-@app.command()
+@app.command(cls=SpecCommand)
 def plan(
-    spec: SpecFile,
+    spec: SpecOrNone = None,
     gpu: Annotated[
         str,
         typer.Option(
@@ -171,10 +175,9 @@ def plan(
     """Estimate memory by phase, time and cost of SPEC, and suggest changes. Exit code 1: it does not fit."""
     from tandem.recipes.plan_run import plan_run
     from tandem.runs.planner.plan_text import plan_text
-    from tandem.spec.load import load_spec
 
     planned = plan_run(
-        load_spec(spec, overrides or ()),
+        checked_spec(spec, overrides),
         gpu=gpu,
         prices=prices,
         memory_gib=memory_gib,
@@ -383,6 +386,8 @@ def export(
         run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base, gguf=gguf
     )
     typer.echo(copy)
+    if (Path(copy) / "Modelfile").exists():
+        typer.echo(f"for Ollama: cd {copy} && ollama create my-model -f Modelfile", err=True)
 
 
 @spec_app.command("schema")

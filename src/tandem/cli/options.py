@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,12 @@ import typer
 
 if TYPE_CHECKING:
     from tandem.obs.live_view import LiveView
+    from tandem.spec.run import RunSpec
 
+SpecOrNone = Annotated[
+    Path | None,
+    typer.Argument(metavar="SPEC", help="TOML file, as in examples/quickstart.toml. Without it, --set says all."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -29,6 +35,20 @@ Insecure = Annotated[bool, typer.Option(help="Allow a --host that other machines
 Thinking = Annotated[
     bool, typer.Option("--thinking/--no-thinking", help="Render the chat template with thinking on or off.")
 ]
+
+
+def checked_spec(spec: Path | None, overrides: Sequence[str] | None) -> RunSpec:
+    """Return the checked spec of a file and its overrides, or of overrides alone."""
+    from tandem.spec.load import load_spec, parse_overrides, parse_spec
+
+    if spec is not None:
+        return load_spec(spec, overrides or ())
+    if not overrides:
+        raise typer.BadParameter(
+            "SPEC: name a TOML file, or say all of it here: --set recipe=sft --set model.path=DIR "
+            "--set data.path=rows.jsonl --set train.steps=100 --set train.lr=1e-5. `tandem init` writes a file"
+        )
+    return parse_spec(parse_overrides(overrides))
 
 
 def view_of(*, quiet: bool, as_json: bool) -> LiveView | None:

@@ -89,6 +89,8 @@ def _check_task(task: Any, name: str, split: str) -> None:
         raise wrong(name, f"task {task.id!r}: messages = {messages!r:.80}; write {example}")
     if not isinstance(cast(Any, task.id), str):
         raise wrong(name, f"task {task.id!r}: its id must be a text")
+    if not isinstance(cast(Any, task.payload), Mapping):
+        raise wrong(name, f'task {task.id!r}: payload = {task.payload!r:.80}; write a dict, as in {{"answer": "42"}}')
 
 
 def _is_message(message: Any) -> bool:

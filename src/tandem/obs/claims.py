@@ -11,6 +11,7 @@ from tandem.obs.run_history import measure_of, number
 from tandem.types import Measure, Trajectory
 
 _ANSWER = 200  # characters of an answer to show
+_MORE_TASKS = "eval.tasks; with questions of your own, params.data.eval_share"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -72,7 +73,7 @@ def caveat(status: Mapping[str, Any]) -> str:
         why = f": {status['eval']['why']}" if status["eval"].get("why") else ""
         return (
             f"These {tasks} cannot show whether the model got better or worse, or stayed the same{why}. "
-            f"Hold out more ({'data.eval_share or data.eval_path' if measure_of(status) == 'loss' else 'eval.tasks'})."
+            f"Hold out more ({'data.eval_share or data.eval_path' if measure_of(status) == 'loss' else _MORE_TASKS})."
         )
     if status.get("verdict") == "unchanged":
         return (

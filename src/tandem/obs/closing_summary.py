@@ -123,7 +123,9 @@ def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
         commands = [
             (f"{tandem} chat {run}", "talk to the model"),
             (f"{tandem} serve {run}", "an OpenAI-compatible API on this machine"),
-            (f"{tandem} env new my_env", "a task of your own to train on"),
+            (f"{tandem} env new my_env", "a task of your own to train on")
+            if status.get("recipe") == "rl"
+            else (f"{tandem} export {run} --gguf q8_0", "a file for llama.cpp and Ollama"),
         ]
     else:
         if how := _goes_on(run_dir, status):

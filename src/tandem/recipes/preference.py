@@ -65,7 +65,7 @@ async def train_preference(spec: PreferenceSpec, run: Run, checkpointer: RunChec
         store_eval(run.directory, StoredEval(trainer.version, name, "loss", spec.data.model_dump(), tasks, losses))
         if not accuracies:  # a loss of the user's own says it only if it wants to
             return losses, {"eval/loss": loss}
-        run.evaluated(f"accuracy_{name}", label, statistics.fmean(accuracies))
+        run.evaluated(f"accuracy_{name}", f"{label}, accuracy", statistics.fmean(accuracies))
         return losses, {"eval/loss": loss, "eval/accuracy": statistics.fmean(accuracies)}
 
     def evaluate_when_due(metrics: Metrics) -> None:

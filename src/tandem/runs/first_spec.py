@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from tandem.errors import SpecError
 from tandem.runs.planner.calibration import cards
 from tandem.spec.bridges import on_one_gpu
+from tandem.spec.data import SUFFIXES
 from tandem.spec.hardware import micro_tokens
 from tandem.spec.load import parse_spec
 from tandem.spec.presets import SIZES
@@ -168,7 +169,15 @@ def _model(answers: FirstAnswers, way: Way) -> str:
     return "\n".join(lines)
 
 
+def _is_file_of_rows(task: str) -> bool:
+    return Path(task).suffix.lower() in SUFFIXES
+
+
 def _environment(task: str) -> str:
+    if _is_file_of_rows(task):
+        data = f"params.data = {{ path = {_quoted(task)}, eval_share = 0.1 }}    # a tenth is held out"
+        reward = 'params.reward = "last_number"    # of the column answer; docs/your_data.md has others, and yours'
+        return f'[environment]\nname = "prompts"\n{data}\n{reward}'
     prompt = _BUILT_IN.get(task, "")
     return f"[environment]\nname = {_quoted(task)}" + (f"\nparams = {{ prompt = {_quoted(prompt)} }}" if prompt else "")
 
@@ -212,10 +221,10 @@ def _eval(answers: FirstAnswers) -> str:
 
 
 def _data(answers: FirstAnswers) -> str:
-    if answers.task.endswith((".jsonl", ".parquet")):
+    if _is_file_of_rows(answers.task):
         return f'[data]\nkind = "file"\npath = {_quoted(answers.task)}'
     if "." in Path(answers.task).name:
-        raise SpecError(f"--task {answers.task}: must end in .jsonl or .parquet, or be a data set of the hub")
+        raise SpecError(f"--task {answers.task}: must end in {', '.join(SUFFIXES)}, or be a data set of the hub")
     return f'[data]\nkind = "dataset"\nname = {_quoted(answers.task)}'
 
 
@@ -239,7 +248,7 @@ def _supervised(answers: FirstAnswers, way: Way) -> str:
 
 def _rows(task: str) -> int:
     path = Path(task)
-    if path.suffix != ".jsonl" or not path.is_file():
+    if path.suffix not in (".jsonl", ".ndjson") or not path.is_file():
         return 0
     with path.open("rb") as file:
         return sum(1 for line in file if line.strip())
@@ -253,6 +262,11 @@ def _from_scratch(answers: FirstAnswers) -> str:
         lr = "2e-3" if answers.goal == "imitate" else "3e-4"
         train = _supervised(answers, "full")
         return "\n\n".join([head, model, _data(answers), re.sub(r"lr = \S+", f"lr = {lr}", train)]) + "\n"
+    if _is_file_of_rows(answers.task):
+        raise SpecError(
+            f"--task {answers.task}: --model {answers.model} is made from scratch and answers no question rightly; "
+            "name a pretrained model, or a task with demonstrations, such as sort"
+        )
     environment = f"[environment]\nname = {_quoted(answers.task)}"
     warmup = "[warmup]                         # first imitate the environment's demonstrations\nsteps = 700\n"
     train = "[train]                          # then learn from rewards\nsteps = 90\ngroups_per_step = 16\n"
@@ -278,6 +292,10 @@ def questions() -> list[tuple[str, str, str]]:
     return [
         ("goal", "What for? rewards (RL), imitate (SFT on conversations), prefer (DPO on pairs)", "rewards"),
         ("model", f"Which model? A directory, a hub id, or from scratch: {', '.join(SIZES)}", "Qwen/Qwen3-0.6B"),
-        ("task", f"Which task? rewards: {known}, gsm8k, module:Class, file.py; otherwise rows.jsonl", "arithmetic"),
+        (
+            "task",
+            f"Which task? rewards: {known}, gsm8k, module:Class, file.py; for all goals: rows.jsonl",
+            "arithmetic",
+        ),
         ("gpu", f"Which GPU? GiB of memory or a card: {', '.join(gpus())}", "none"),
     ]

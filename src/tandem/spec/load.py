@@ -33,6 +33,12 @@ _ENGINE: TypeAdapter[ServerEngineSpec | VllmEngineSpec] = TypeAdapter(
 )
 _JUDGE: TypeAdapter[JudgeSpec] = TypeAdapter(JudgeSpec)
 _ADAPTER: TypeAdapter[RlSpec | SftSpec | PreferenceSpec] = TypeAdapter(RunSpec)
+_DATA = 'data.path = "rows.jsonl" for a file, or data.name = "owner/name" for a data set of the hub'
+_USUAL_LR = {  # as `tandem init` proposes them for a small model (runs/first_spec.py)
+    "rl": {"full": "1e-5", "lora": "2e-4", "preset": "3e-4"},
+    "sft": {"full": "1e-5", "lora": "1e-4", "preset": "2e-3"},
+    "preference": {"full": "5e-6", "lora": "5e-5", "preset": "3e-4"},
+}
 _NOT_A_TABLE = ("model_type", "model_attributes_type", "dict_type")
 
 
@@ -69,7 +75,7 @@ def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
     if raw.get("recipe") not in ("rl", "sft", "preference"):
         raise SpecError(
             f"recipe = {_show(raw.get('recipe'))}: the first line of a spec names the recipe; "
-            f"{_meant_recipe(raw.get('recipe'))}"
+            f"{meant_recipe(raw.get('recipe'))}"
         )
     raw = with_kinds(raw)
     try:
@@ -192,11 +198,13 @@ def _explain(item: Any, raw: Mapping[str, Any]) -> str:
         hint = _owners_of(where, union) or (f"did you mean '{close[0]}'?" if close else "remove it.")
         return f"{field} = {_show(item['input'])}: unknown here; {hint} Known: {', '.join(known)}"
     if kind == "missing":
-        return f"{field}: is missing; add it (see `tandem spec schema`)"
+        return f"{field}: is missing; add it{_usual(field, raw) or ' (see `tandem spec schema`)'}"
     if kind == "union_tag_not_found":
         choice = _node(where, raw)[0]["discriminator"]
         tags = ", ".join(repr(tag) for tag in choice["mapping"])
         needed = f"{field}.{choice['propertyName']}"
+        if field.endswith("data") and not item["input"]:
+            return f"{field} = {{}}: names no rows; write {_DATA}"
         for name, value in item["input"].items() if isinstance(item["input"], dict) else ():
             if ours := others_names.of_field(str(name)):
                 return f"{field}.{name} = {_show(value)}: unknown here; write {ours}; and {needed}, one of {tags}"
@@ -211,6 +219,25 @@ def _explain(item: Any, raw: Mapping[str, Any]) -> str:
     if kind == "value_error" and not where:
         return message
     return f"{field} = {_show(item['input'])}: {message}"
+
+
+def _usual(field: str, raw: Mapping[str, Any]) -> str:
+    """Return what is usually written for a field that every spec needs; empty for the others."""
+    recipe, model = str(raw["recipe"]), raw.get("model")
+    written: Table = cast("Table", model) if isinstance(model, dict) else {}
+    way = "preset" if "preset" in written else "lora" if "lora" in written or not written else "full"
+    steps = "groups_per_step = 8, group_size = 8" if recipe == "rl" else "batch_size = 8"
+    lines = {
+        "model": 'model = { path = "Qwen/Qwen3-0.6B", lora = { rank = 16 } }, with your model\'s directory or hub id',
+        "data": _DATA,
+        "train": f"train = {{ steps = 100, lr = {_USUAL_LR[recipe][way]}, {steps} }}",
+        "train.lr": f"train.lr = {_USUAL_LR[recipe][way]}, which is usual here; less for large models",
+        "train.steps": "train.steps = 100; `tandem plan` says how long that takes",
+        "train.groups_per_step": "train.groups_per_step = 8: so many tasks a step",
+        "train.group_size": "train.group_size = 8: so many answers to each task",
+        "environment.name": 'environment.name = "sort" or another of `tandem env list`',
+    }
+    return f", as in {lines[field]}" if field in lines else ""
 
 
 def plain_message(item: Any) -> str:
@@ -232,10 +259,11 @@ def plain_message(item: Any) -> str:
     return words.get(kind, f"{message[0].lower()}{message[1:]}")
 
 
-def _meant_recipe(written: Any) -> str:
+def meant_recipe(written: Any) -> str:
+    """Return what to write for an algorithm's name in the place of a recipe."""
     if not (meant := others_names.of_recipe(written)):
         return 'write recipe = "rl", recipe = "sft", or recipe = "preference" for pairs of answers'
-    kind = str(written).lower()
+    kind = "reward_model" if written == "reward" else str(written).lower()
     more = f', and [algorithm] kind = "{kind}"' if kind in _algorithms(meant) else ""
     return f'write recipe = "{meant}"{more}'
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 _RL_BATCH = "groups_per_step tasks with group_size answers each"
 _LORA = "a table: [model] lora = { rank = 16, alpha = 32 }"
 
+_REWARD = 'reward in environment.params, with environment.name = "prompts" (docs/your_data.md)'
+
 FIELDS = {
     # model
     "model_name_or_path": "model.path",
@@ -72,8 +74,8 @@ FIELDS = {
     "max_length": "data.max_tokens",
     "max_seq_length": "data.max_tokens; in RL, train.max_tokens for an answer and engine.max_context for all",
     "max_seq_len": "data.max_tokens; in RL, train.max_tokens for an answer and engine.max_context for all",
-    "dataset_name": 'data.path, with data.kind = "dataset"',
-    "dataset_path": 'data.path, with data.kind = "dataset"',
+    "dataset_name": "data.name for a data set of the hub, data.path for a file",
+    "dataset_path": "data.name for a data set of the hub, data.path for a file",
     # rollouts
     "max_completion_length": "train.max_tokens",
     "max_new_tokens": "train.max_tokens",
@@ -133,8 +135,8 @@ FIELDS = {
     "generator": "a table [engine]",
     "dataset": "a table [data]; in RL, [environment]",
     "env": "a table [environment]",
-    "reward_funcs": "an environment's own code: `tandem env new NAME` writes one",
-    "reward_model": "an environment's own code: `tandem env new NAME` writes one",
+    "reward_funcs": _REWARD,
+    "reward_model": _REWARD,
 }
 
 VALUES = {
@@ -156,6 +158,13 @@ VALUES = {
     "sglang": "remote",
 }
 
+REWARDS = {  # TRL's ready functions
+    "accuracy_reward": '{ fn = "maths", answer = "solution" }',
+    "reasoning_accuracy_reward": '{ fn = "maths", answer = "solution" }, with model.thinking = true',
+    "think_format_reward": '"tags"',
+    "get_soft_overlong_punishment": '{ fn = "length", most = 200 }',
+}
+
 RECIPES = {
     "rl": (
         "grpo",
@@ -174,7 +183,7 @@ RECIPES = {
         "rejection_sampling",
     ),
     "sft": ("supervised", "finetune", "fine-tune", "fine_tune", "lora", "qlora", "cpt"),
-    "preference": ("dpo", "ipo", "orpo", "kto", "pairs"),
+    "preference": ("dpo", "ipo", "orpo", "kto", "pairs", "reward"),
 }
 
 

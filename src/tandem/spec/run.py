@@ -214,7 +214,9 @@ class RlSpec(_RunSpecBase):
         if self.environment is not None:
             return
         if isinstance(self.rollouts, LocalRollouts):
-            raise ValueError("environment: is missing; add it (see `tandem spec schema`)")
+            raise ValueError(
+                "environment: is missing; add it, as in environment.name = 'sort' or another of `tandem env list`"
+            )
         if self.eval.every:
             raise ValueError(
                 f"eval.every = {self.eval.every}: evaluations need an environment; add [environment], or leave "
@@ -318,7 +320,8 @@ def _check_reward_model(model: ModelSpec, parallel: ParallelSpec) -> None:
     if model.attention == "packed":
         raise ValueError(f"model.attention = 'packed': is tried on an lm-head, and {kind} has none; set 'sdpa'")
     if parallel.num_shares > 1:
-        raise ValueError(f"parallel.shares = {parallel.num_shares}: {kind} trains in one process; leave [parallel] out")
+        written = f"parallel.{'shares' if parallel.shares else 'ranks'} = {parallel.num_shares}"
+        raise ValueError(f"{written}: {kind} trains in one process; leave [parallel] out")
 
 
 def _check_stage(name: str, stage: Stage, model: ModelSpec) -> None:

@@ -22,9 +22,11 @@ from typing import Any, cast
 from tandem.env.prompts import ready_rewards
 from tandem.errors import EpisodeFailed, SpecError, TandemError
 from tandem.io.own_code import import_file
+from tandem.spec import others_names
 from tandem.types import MAX_NUMBER, NUMBERS, Message
 
 FIELD = "environment.params.reward"
+_ANSWERS = ("answer", "solution", "target", "label", "gold", "completion", "output")
 _BY_NAME = ("prompt", "messages", "row", "judge")
 Item = str | Mapping[str, Any]
 
@@ -83,9 +85,10 @@ class Reward:
             raise SpecError(f"{FIELD} = '{self.fn}': takes no argument; its first one is the reply: def f(reply, ...)")
         for column in ready_rewards.needs_of(self.function):
             if column not in columns:
+                likely = next((each for each in columns if each in _ANSWERS), columns[-1] if columns else "")
                 raise SpecError(
                     f"{FIELD} = '{self.fn}': there is no column '{column}'; name another, as in {{ fn = \"{self.fn}\", "
-                    f'answer = "{next(iter(columns), "")}" }}; the columns: {", ".join(columns)}'
+                    f'answer = "{likely}" }}; the columns: {", ".join(columns)}'
                 )
         for each in parameters if in_batches else parameters[1:]:
             needed = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
@@ -187,7 +190,8 @@ def _function(fn: str, modules: dict[str, ModuleType]) -> Callable[..., Any]:
         place, wanted = fn, ""
     if not place:
         known = ", ".join(ready_rewards.READY)
-        raise SpecError(f"{FIELD} = '{fn}': unknown; ready ones: {known}; your own: path/to/file.py:function")
+        meant = f"write {ours}; " if (ours := others_names.REWARDS.get(fn)) else ""
+        raise SpecError(f"{FIELD} = '{fn}': unknown; {meant}ready ones: {known}; your own: path/to/file.py:function")
     module = modules[place] if place in modules else modules.setdefault(place, _module(fn, place))
     function = getattr(module, wanted, None)
     if callable(function):
