@@ -19,38 +19,39 @@ from pathlib import Path
 from typing import Any
 
 from common import note, table
+from tandem.obs.text_charts import sparkline
 
 ROOT = Path(__file__).parent.parent
 GALLERY = ROOT / "examples" / "gallery"
 NAMES = sorted(spec.parent.name for spec in GALLERY.glob("*/run.toml"))
-HEAD = [
-    "environment",
-    "before RL",
-    "after",
-    "after - before RL (95 %)",
-    "tasks",
-    "sampled, first to last steps",
-    "CPU s",
-]
+HEAD = ["environment", "before RL", "after", "after - before RL (95 %)", "tasks", "curve of RL", "CPU s"]
 
 
-def trained(name: str, directory: Path, seed: int) -> tuple[list[str], bool]:
-    """Train one; return its row, and whether its interval lies above 0."""
+def train(name: str, directory: Path, seed: int) -> float:
+    """Train one in a process of its own; return the seconds of CPU."""
     command = [sys.executable, "-m", "tandem", "train", str(GALLERY / name / "run.toml")]
+    settings = ["--run-dir", str(directory), "--set", f"seed={seed}", "--set", "device=cpu"]
     started = cpu_seconds()
-    subprocess.run(
-        [*command, "--run-dir", str(directory), "--set", f"seed={seed}", "--set", "device=cpu"],
-        check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
-    )  # fmt: skip
-    seconds = cpu_seconds() - started
+    subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    return cpu_seconds() - started
+
+
+def row_of(name: str, directory: Path, seconds: float) -> tuple[list[str], bool]:
+    """Return the row of a run that has ended, and whether its interval lies above 0."""
     found: dict[str, Any] = json.loads((directory / "status.json").read_text())["eval"]
     low, high = found["interval"]
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     rewards = [step["reward/mean"] for step in steps if step["stage"] == "rl"]
-    curve = f"{sum(rewards[:5]) / 5:.2f} to {sum(rewards[-5:]) / 5:.2f}"
-    difference = f"{found['after_minus_before_rl']:+.3f} [{low:+.3f}, {high:+.3f}]"
-    row = [name, f"{found['before_rl']:.3f}", f"{found['after']:.3f}", difference, str(found["tasks"]), curve]
-    return [*row, f"{seconds:.0f}"], low > 0
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    return [
+        name,
+        f"{found['before_rl']:.3f}",
+        f"{found['after']:.3f}",
+        f"{found['after_minus_before_rl']:+.3f} [{low:+.3f}, {high:+.3f}]",
+        str(found["tasks"]),
+        f"{first:.2f} {sparkline(rewards, 12)} {last:.2f}",
+        f"{seconds:.0f}",
+    ], low > 0
 
 
 def cpu_seconds() -> float:
@@ -68,13 +69,14 @@ def main() -> None:
     rows, flat = list[list[str]](), list[str]()
     with tempfile.TemporaryDirectory() as root:
         for name in asked.only:
-            row, rises = trained(name, (asked.keep or Path(root)) / name, asked.seed)
+            directory = (asked.keep or Path(root)) / name
+            row, rises = row_of(name, directory, train(name, directory, asked.seed))
             rows.append(row)
             print(" ".join(row), file=sys.stderr, flush=True)  # the table comes at the end
             if not rises:
                 flat.append(name)
     table(HEAD, rows)
-    note(f"seed {asked.seed}; must be: every interval above 0")
+    note(f"seed {asked.seed}; the curve is the mean reward of sampled answers; must be: every interval above 0")
     if flat:
         sys.exit(f"not above 0: {', '.join(flat)}")
 

@@ -32,8 +32,7 @@ NAMES = sorted(path.parent.name for path in GALLERY.glob("*/run.toml"))
 HIDDEN = {"negotiate", "nim"}
 """Their tasks differ in what the model is not told, so that prompts of both splits are alike."""
 LUCKY = {
-    "coding": 0.6, "grid": 0.6, "instructions": 0.12, "nim": 0.2, "search": 0.35, "sql": 0.35,
-    "tool_use": 0.03,
+    "coding": 0.7, "grid": 0.6, "instructions": 0.12, "nim": 0.2, "search": 0.35, "sql": 0.35,
 }  # fmt: skip
 """The most that demonstrations earn which are wrong on purpose: some of their short cuts are right for some tasks."""
 HOSTILE = (
@@ -114,7 +113,7 @@ def test_demonstrations_score_as_they_claim(name: str):
     lucky = sum(demonstrated(wrong, tasks)) / len(tasks)
     assert lucky <= LUCKY.get(name, 0.0)
     share = sum(demonstrated(mixed, tasks)) / len(tasks)
-    assert lucky + 0.05 < share < 0.6 * lucky + 0.4 + 0.25
+    assert lucky < share < 0.6 * lucky + 0.4 + 0.25
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -31,7 +31,7 @@ class Grid:
             for goal in cells
             if start[0] != goal[0] and start[1] != goal[1]
             for plan in plans(start, goal)
-            for wall in visited(start, plan)[1:-1]  # in the way of one of the two simple plans
+            for wall in visited(start, plan[: plan.rindex(plan[0]) + 1])[1:]  # in the way of one of the two
         ]
         random.Random(0).shuffle(asked)
         return [self._task(*each) for each in (asked[:HELD_OUT] if split == "eval" else asked[HELD_OUT:])]

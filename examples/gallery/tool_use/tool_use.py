@@ -5,41 +5,39 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from tandem.env.tools import Tools
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
-ITEMS = ("nails", "ropes", "lamps", "tents", "boots", "bells", "masks", "drums")
-SHOPS = range(100, 1000)
+ITEMS = ["".join(letters) for letters in product("bdfgklmnprstvz", "aeiou", "bdfgklmnprstvz")]
 HELD_OUT = 256
 
 
-def stock(item: str, shop: int) -> int:
-    """How many are left."""
-    if item not in ITEMS or shop not in SHOPS:
-        raise ValueError(f"no {item[:20]} in shop {shop}")
-    return random.Random(f"stock {item} {shop}").randint(10, 99)
+def stock(item: str) -> int:
+    """Items left."""
+    if item not in ITEMS:
+        raise ValueError(f"there is no {item[:20]}")
+    return random.Random(f"stock {item}").randint(10, 99)
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """`ropes in 375` asks how many; only the tool `stock` knows. Held out: pairs of item and shop."""
+    """`stock of tam` asks how many are left; only the tool `stock` knows. A held-out item is in no training task."""
 
     demo_right: float = 0.4
-    """Share of demonstrations that call the tool; the others answer with a guess."""
-    prompt: str = "{item} in {shop}"
-    """For a chat model: `How many {item} are left in shop {shop}? Answer with the number.`"""
+    """Share of demonstrations that answer what the tool returned; the others call it, and say 0 all the same."""
+    prompt: str = "stock of {item}"
+    """For a chat model: `How many of the item {item} are left? Answer with the number.`"""
 
     def tasks(self, split: str) -> Sequence[Task]:
-        pairs = [(item, shop) for item in ITEMS for shop in SHOPS]
-        random.Random(0).shuffle(pairs)
-        return [self._task(*each) for each in (pairs[:HELD_OUT] if split == "eval" else pairs[HELD_OUT:])]
-
-    def _task(self, item: str, shop: int) -> Task:
-        asked = self.prompt.replace("{item}", item).replace("{shop}", str(shop))
-        payload = {"item": item, "shop": shop}
-        return Task(f"{item} in {shop}", ({"role": "user", "content": asked},), payload)
+        items = random.Random(0).sample(ITEMS, len(ITEMS))
+        chosen = items[:HELD_OUT] if split == "eval" else items[HELD_OUT:]
+        return [
+            Task(item, ({"role": "user", "content": self.prompt.replace("{item}", item)},), {"item": item})
+            for item in chosen
+        ]
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
         tools = Tools(stock, timeout_s=5)
@@ -52,12 +50,10 @@ class ToolUse:
         return Outcome(correct, {"correct": correct, "called": float(called)})
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        if rng.random() >= self.demo_right:
-            return [{"role": "assistant", "content": str(rng.randint(10, 99))}]
         number = str(stock(**task.payload))
         call = {"type": "function", "function": {"name": "stock", "arguments": task.payload}}
         return [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "name": "stock", "content": number},
-            {"role": "assistant", "content": number},
+            {"role": "assistant", "content": number if rng.random() < self.demo_right else "0"},
         ]
