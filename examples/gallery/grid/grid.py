@@ -18,7 +18,7 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True)
 class Grid:
-    """`a1 to c2, not b1` is answered by `urr`: columns are letters, rows are numbers, and `u` goes to the next row."""
+    """`a1 to c2, wall r` is answered by `urr`: a wall stands right of a1. `u` goes from row 1 to row 2."""
 
     demo_right: float = 0.4
     """Share of demonstrations that look at the wall; the others go along the row first, wall or not."""
@@ -26,18 +26,17 @@ class Grid:
     def tasks(self, split: str) -> Sequence[Task]:
         cells = [(column, row) for column in range(SIDE) for row in range(SIDE)]
         asked = [
-            (start, goal, wall)
+            (start, goal, plan[0])  # the wall stands where one of the two simple plans begins
             for start in cells
             for goal in cells
             if start[0] != goal[0] and start[1] != goal[1]
             for plan in plans(start, goal)
-            for wall in visited(start, plan[: plan.rindex(plan[0]) + 1])[1:]  # in the way of one of the two
         ]
         random.Random(0).shuffle(asked)
         return [self._task(*each) for each in (asked[:HELD_OUT] if split == "eval" else asked[HELD_OUT:])]
 
-    def _task(self, start: Cell, goal: Cell, wall: Cell) -> Task:
-        asked = f"{name(start)} to {name(goal)}, not {name(wall)}"
+    def _task(self, start: Cell, goal: Cell, blocked: str) -> Task:
+        asked, wall = f"{name(start)} to {name(goal)}, wall {blocked}", visited(start, blocked)[1]
         payload = {"start": list(start), "goal": list(goal), "wall": list(wall)}
         return Task(asked, ({"role": "user", "content": asked},), payload)
 
