@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time _API below is us
     from tandem.recipes import run as run
     from tandem.recipes.atropos_run import run_atropos as run_atropos
     from tandem.recipes.base_rate import measure_base_rate as measure_base_rate
+    from tandem.recipes.demonstration_check import check_demonstrations as check_demonstrations
     from tandem.recipes.engine_commands import check_engine as check_engine
     from tandem.recipes.engine_commands import install_engine as install_engine
     from tandem.recipes.environment_client import serve_environment as serve_environment
@@ -105,6 +106,7 @@ _API = {
     "list_targets": "tandem.recipes.targets",
     "evaluate_model": "tandem.recipes.evaluation",
     "measure_base_rate": "tandem.recipes.base_rate",
+    "check_demonstrations": "tandem.recipes.demonstration_check",
     "write_first_spec": "tandem.runs.first_spec",
     "FirstAnswers": "tandem.runs.first_spec",
     "export_run": "tandem.recipes.export",

@@ -1,4 +1,4 @@
-"""`tandem env check`: a model's base rate on an environment, before it is trained."""
+"""`tandem env check`: an environment's splits and demonstrations, and a model's base rate before it is trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ def env_check(
             metavar="SPEC|ENV", help="TOML file of an RL run, or arithmetic, sort, guess, package.module:Class, a file."
         ),
     ],
-    model: Annotated[str, typer.Option(help="Model directory, run or hub id. Default: the spec's.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Model directory, run or hub id. Default: the spec's. Where there is none, or one that is made from "
+            "scratch, demonstrations are played instead."
+        ),
+    ] = "",
     tasks: Annotated[int, typer.Option(min=2, help="Training tasks to play.")] = 32,
     answers: Annotated[int, typer.Option(min=2, help="Answers to each task.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=0, help="Most tokens of an answer; 0: the spec's, or 256.")] = 0,
@@ -28,17 +34,29 @@ def env_check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how often a model earns a reward before it is trained. Exit code 1: there is too little to learn from."""
+    """Measure how often a model earns a reward before it is trained. Without a model: check splits and demonstrations.
+    Exit code 1: there is too little to learn from."""
     from tandem.spec.load import load_spec, parse_overrides
+    from tandem.spec.model import PathModel
+    from tandem.spec.run import RlSpec
 
     is_spec = source.endswith(".toml")
     checked = load_spec(source, setting or ()) if is_spec else source  # a wrong spec is refused before torch comes
+    params = None if is_spec else parse_overrides(setting or ())
+    if not model and not (isinstance(checked, RlSpec) and isinstance(checked.model, PathModel)):
+        from tandem.recipes.demonstration_check import check_demonstrations
+
+        shown = check_demonstrations(checked, params=params)
+        typer.echo(json.dumps(shown.row()) if as_json else shown.text())
+        if not shown.passed:
+            raise typer.Exit(1)
+        return
     from tandem.recipes.base_rate import measure_base_rate
 
     found = measure_base_rate(
         checked,
         model,
-        params=None if is_spec else parse_overrides(setting or ()),
+        params=params,
         tasks=tasks,
         group_size=answers,
         max_tokens=max_tokens,
