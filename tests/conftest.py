@@ -61,6 +61,7 @@ SLOW = {
     "providers/test_local.py": "jobs on this machine, ended and launched many times",
     "providers/test_ssh.py": "a real sshd, some times killed",
     "control/test_assistant_over_http.py": "a control server and whole runs, from an assistant's client",
+    "control/test_assistant_deploys.py": "a control server, whole runs and their replicas, from an assistant's client",
     "control/test_agent_elsewhere.py": "whole runs over a real sshd and Slurm's daemons",
     "http/test_adapter_models.py": "a run that trains adapters, and a server of them",
     "control/test_deployments.py": "replicas of a real run, one killed and one refused",
