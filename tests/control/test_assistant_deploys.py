@@ -34,7 +34,8 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
 
 @pytest.fixture(scope="module")
 def ended(control: Control) -> str:
-    run = control.submit(3)
+    """It trained an adapter: one replica serves all its steps, so that two cores are enough."""
+    run = control.submit(3, model={"preset": "tiny", "lora": {"rank": 4}})
     until(lambda: control.state(run) == "succeeded", 300)
     return run
 
@@ -134,12 +135,13 @@ def test_the_worked_example_of_the_docs(control: Control, ended: str):
 
 @pytest.fixture(scope="module")
 def served(control: Control, ended: str) -> str:
-    """A name whose two revisions answer and were promoted, and a model that is asleep."""
+    """A name whose two revisions answer and were promoted, and a model that is asleep: with feedback its replica is its
+    own."""
     for step in (2, 3):
         control.ask("POST", "/api/deployments", {"name": "safe", "run": ended, "step": step})
     until(lambda: all(each["ready"] for each in revisions(control, "safe")), 240)
     control.ask("POST", "/api/deployments/safe/promote", {"revision": 2})
-    control.ask("POST", "/api/deployments", {"name": "sleepy", "run": ended, "step": 3, "keep_s": 1})
+    control.ask("POST", "/api/deployments", {"name": "sleepy", "run": ended, "step": 3, "keep_s": 1, "feedback": True})
     until(lambda: revisions(control, "sleepy")[0]["asleep"], 240)
     return ended
 

@@ -21,6 +21,7 @@ from tandem.assistant.deploying import add_deploying
 from tandem.assistant.desk import FolderDesk
 from tandem.assistant.reading import Row, bounded, quoted
 from tandem.assistant.spending import Yes
+from tandem.assistant.subscriptions import add_subscriptions
 from tandem.errors import SpecError
 from tandem.runs.compare import compare_runs, compare_text
 from tandem.runs.explain import explain_text
@@ -46,7 +47,7 @@ def mcp_server(runs: str | Path = "runs") -> MCPServer:
 def server_of(desk_for: DeskFor) -> MCPServer:
     """Return a server whose tools work at the desk of each request's caller."""
     tools = _Tools(desk_for)
-    server = MCPServer("tandem", instructions=INSTRUCTIONS, log_level="WARNING")
+    server = MCPServer("tandem", instructions=INSTRUCTIONS, log_level="WARNING", subscriptions=False)
     for read in (
         tools.list_runs, tools.get_run, tools.explain, tools.read_log, tools.get_metrics, tools.read_samples,
         tools.compare, tools.plan, tools.targets, tools.watch, tools.usage,
@@ -56,6 +57,7 @@ def server_of(desk_for: DeskFor) -> MCPServer:
     server.tool(annotations=ASKS)(_resume(tools))
     server.tool(annotations=ENDS)(_cancel(tools))
     add_deploying(server, desk_for)
+    add_subscriptions(server, desk_for)
     server.resource("tandem://runs/{run}/spec", mime_type="application/toml")(tools.spec)
     server.resource("tandem://runs/{run}/log", mime_type="text/plain")(tools.log)
     server.resource("tandem://runs/{run}/status", mime_type="application/json")(tools.get_run)

@@ -19,8 +19,8 @@ export class Refused extends Error {
   }
 }
 
-/** A path of the views, of the server's own API where it begins with `/`, or of OpenAI's. */
-const url = (/** @type {string} */ path) => (path.startsWith("/v1/") ? path.slice(1) : path.startsWith("/") ? `api${path}` : `api/views${path ? `/${path}` : ""}`);
+/** A path of the views, of the server's own API where it begins with `/`, of OpenAI's, or of the index of packages. */
+const url = (/** @type {string} */ path) => (/^\/(v1|simple)\//.test(path) ? path.slice(1) : path.startsWith("/") ? `api${path}` : `api/views${path ? `/${path}` : ""}`);
 
 /** @param {string} path @param {AbortSignal} [signal] */
 export async function read(path, signal) {
