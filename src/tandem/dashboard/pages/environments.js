@@ -7,8 +7,9 @@ import { Table } from "./server.js";
 const SHOWN = 20;
 const MOST_ROWS = 60;
 const cut = (/** @type {string} */ text, most = 300) => (text.length > most ? `${text.slice(0, most)} …` : text);
+const isTrial = (/** @type {string} */ version) => /[a-z]/i.test(version.replace(/\.?post\d+/i, "").split("+")[0]);
 /** What a spec without a version gets: the newest that is neither yanked nor a pre-release. */
-const newest = (it) => [...it.versions].reverse().find((each) => !each.yanked_at && !/[a-z]/i.test(each.version.replace(/\.?post\d+/i, "").split("+")[0]));
+const newest = (it) => [...it.versions].reverse().find((each) => !each.yanked_at && !isTrial(each.version));
 
 export function Environments({ first, query }) {
   const [text, setText] = useState(query.get("q") ?? "");
@@ -43,7 +44,7 @@ function Package({ it, open, toggle }) {
       ? html`<div class="use"><pre tabindex="0" role="region" aria-label=${`How to use ${it.title}`}>${`[environment]\nname = "${name}"`}</pre><${Copy} text=${`[environment]\nname = "${name}"\n`} what=${it.title} /></div>`
       : html`<p class="next">No version is chosen by default: each is yanked or a trial. Name one in the spec: <code>name = "${it.title}==VERSION"</code></p>`}
     <${Table} label=${`Versions of ${it.title}`} none="It has no version."
-      heads=${[["version"], ["state"], ["environments", "wide"], ["pushed, UTC"], ["by", "wide"], ["size", "num wide"], [""]]}
+      heads=${[["version"], ["state"], ["environments", "wide"], ["pushed, UTC", "wide"], ["by", "wide"], ["size", "num wide"], ["", "num"]]}
       rows=${versions.slice(0, more ? versions.length : MOST_ROWS).map((each) => {
         const key = `${it.id}@${each.version}`;
         return [html`<b>${each.version}</b>`, html`<${State} each=${each} best=${best} />`, Object.keys(each.environments).join(", "), when(each.at), html`<code>${each.pushed_by}</code>`, bytes(each.size),
@@ -55,7 +56,8 @@ function Package({ it, open, toggle }) {
 
 function State({ each, best }) {
   if (each.yanked_at) return html`<span class="pill failed">yanked</span> <span class="why">${cut(each.yanked_why || "no reason given")}</span>`;
-  return each === best ? html`<span class="pill succeeded">chosen by default</span>` : html`<span class="pill">there</span>`;
+  if (each === best) return html`<span class="pill succeeded">default</span>`;
+  return html`<span class="why">${isTrial(each.version) ? "a trial" : "older"}</span>`;
 }
 
 /** What the server signed when the version was pushed. The page shows it, and cannot check the signature. */
