@@ -151,7 +151,7 @@ class DashboardRoutes:
 
     async def _events(self, run: str, follower: Follower, request: Request) -> AsyncIterator[str]:
         quiet_s, before = 0.0, ""
-        yield ": follow\n\n"
+        yield f": follow\nid: {follower.at}\n\n"  # a page that breaks off before the first row goes on from here
         while not self.ended.is_set():
             try:
                 rows = await aside(request)(follower.rows)  # before the state: the last row comes before the end
