@@ -32,6 +32,7 @@ SLOW = {
     "http/test_online_kl_gate.py": "an online server of its own, whose gate rejects a lesson",
     "http/test_dashboard.py": "a whole run, and a browser where there is one",
     "http/test_dashboard_stranger.py": "whole runs, and a browser where there is one",
+    "http/test_dashboard_environments.py": "a server with many packages, and a browser where there is one",
     "http/test_dashboard_served.py": "a control plane's whole runs, and a browser where there is one",
     "http/test_online_page.py": "an online server, and a browser where there is one",
     "http/test_rollouts_page.py": "a rollout service that is killed, and a browser where there is one",
