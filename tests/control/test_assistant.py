@@ -240,7 +240,7 @@ def test_the_command_speaks_on_stdin_and_stdout(runs: Path):
     )
     arguments: dict[str, dict[str, Any]] = {
         "compare": {"runs": ["failed", "long"]}, "plan": {"spec_toml": SPEC}, "watch": {"run": "long", "seconds": 0},
-        "list_runs": {}, "targets": {}, "usage": {},
+        "list_runs": {}, "targets": {}, "usage": {}, "deployments": {},
     }  # fmt: skip
 
     async def look() -> dict[str, Any]:
@@ -255,7 +255,7 @@ def test_the_command_speaks_on_stdin_and_stdout(runs: Path):
     found = asyncio.run(look())
     assert found.keys() == {
         "list_runs", "get_run", "explain", "read_log", "get_metrics", "read_samples", "compare", "plan", "targets",
-        "watch", "usage",
+        "watch", "usage", "list_checkpoints", "deployments",
     }  # fmt: skip
     assert "has no samples/" in found.pop("read_samples")
     assert all(isinstance(each, dict) for each in found.values()), found

@@ -22,7 +22,7 @@ OPENING = {
     "method": "initialize",
     "params": {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}},
 }
-READING = ("get_run", "explain", "read_log", "get_metrics", "read_samples", "watch")
+READING = ("get_run", "explain", "read_log", "get_metrics", "read_samples", "list_checkpoints", "watch")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_an_assistant_plans_submits_watches_and_explains(control: Control, mode:
 def test_every_tool_that_reads_answers(control: Control, ended: str):
     arguments: dict[str, dict[str, Any]] = {
         "compare": {"runs": [ended, ended]}, "plan": {"spec_toml": spec_of(control.home, 1)}, "list_runs": {},
-        "targets": {}, "usage": {}, "watch": {"run": ended, "seconds": 0},
+        "targets": {}, "usage": {}, "watch": {"run": ended, "seconds": 0}, "deployments": {},
     }  # fmt: skip
 
     async def use(client: Client) -> dict[str, Any]:
@@ -122,11 +122,15 @@ def test_every_tool_that_reads_answers(control: Control, ended: str):
         found["the spec"] = spec.contents[0].text  # type: ignore[union-attr]
         return found
 
-    found = with_client(control, control.key("runs:read", "runs:write"), use)
+    found = with_client(control, control.key("runs:read", "runs:write", "deploy"), use)
     assert found.pop("the spec") == (control.mirror(ended) / "spec.toml").read_text()
     assert found.keys() == {*arguments, *READING}
     assert [name for name, result in found.items() if result.is_error] == []
     assert found["read_samples"].structured_content["quoted"][0]["step"] == 3
+    saved = found["list_checkpoints"].structured_content["checkpoints"]
+    assert [(each["step"], each["kept"]) for each in saved] == [(3, True), (2, True), (1, False)]
+    there = {path.name for path in (control.directory(ended) / "checkpoints").glob("step-*")}
+    assert {f"step-{each['step']}" for each in saved if each["kept"]} == there
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])

@@ -246,6 +246,11 @@ def test_a_replica_that_no_request_reaches_sleeps_and_the_next_request_wakes_it(
         await asyncio.to_thread(plane.close_attempt, run, "stopped")
         shown = (await names.shown())[0]
         assert (shown["asleep"], shown["ready"], shown["state"]) == (True, False, "stopped")
+        listed = (await plane.ask_async("GET", "/v1/models")).json()["data"]
+        assert {each["id"]: each["asleep"] for each in listed} == {"support": True, "support@1": True}
+        asked = {"model": "support", "messages": [{"role": "user", "content": "hi"}]}
+        told = await plane.ask_async("POST", "/v1/chat/completions", body=asked, X_Tandem_Wake="no")
+        assert (told.status_code, (await names.shown())[0]["state"]) == (409, "stopped")
         answer = asyncio.create_task(names.ask())
         while (await names.shown())[0]["state"] != "queued":
             await asyncio.sleep(0.02)

@@ -40,12 +40,16 @@ class Page:
 
     def __init__(self, browser: Browser, url: str) -> None:
         self.browser, self.said = browser, list[str]()
-        target = browser.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.target = browser.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = browser.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
         browser.pages[self.session] = self
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
         self.call("Page.navigate", url=url)
+
+    def close(self) -> None:
+        """Close the tab, and its connections with it: a browser has six to a server."""
+        self.browser.call("Target.closeTarget", targetId=self.target)
 
     def call(self, method: str, **params: Any) -> Any:
         return self.browser.call(method, self.session, **params)

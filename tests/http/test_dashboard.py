@@ -216,7 +216,8 @@ def test_a_damaged_run_is_told_and_harms_no_other(dashboard: Dashboard, fresh: P
     assert answer.status_code == 409
     assert "status.json is not JSON" in answer.json()["error"]["message"]
     with httpx.stream("GET", f"{dashboard.url}/api/views/runs/fresh/follow", headers=_key(dashboard)) as stream:
-        assert "".join(stream.iter_text()) == ": follow\n\n"
+        size = (fresh / "metrics.jsonl").stat().st_size
+        assert "".join(stream.iter_text()) == f": follow\nid: {size}\n\n"
     assert {row["run"]: row["state"] for row in dashboard.get("runs").json()["runs"]} == {
         "fresh": "damaged", "first": "succeeded", "second": "succeeded",
     }  # fmt: skip
@@ -383,3 +384,23 @@ def test_four_questions_take_three_clicks(dashboard: Dashboard, browser: Browser
         page.run(f"void document.querySelector('[aria-label=\"Compare {name}\"]').click()")
     click("Compare 2 runs")
     page.wait_for("document.body.innerText.includes('8 tasks in pairs')")
+
+
+@browser_only
+def test_a_hidden_tab_holds_no_connection_and_goes_on_when_it_is_seen(
+    dashboard: Dashboard, browser: Browser, fresh: Path
+):
+    """A browser has six connections to a server: without this, the seventh tab would wait for ever."""
+    page = dashboard.page(browser, "run/fresh")
+    page.wait_for("document.querySelector('.live.on') && document.body.innerText.includes('Step ')")
+    hide = "Object.defineProperty(document, 'hidden', {{value: {}, configurable: true}})"
+    tell = "document.dispatchEvent(new Event('visibilitychange'))"
+    page.run(f"void ({hide.format('true')}, {tell})")
+    time.sleep(1.5)
+    with (fresh / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 700, "reward/mean": 0.5, "loss/total": 0.1}\n')
+    time.sleep(2)
+    assert "Step 700" not in page.text
+    page.run(f"void ({hide.format('false')}, {tell})")
+    page.wait_for("document.body.innerText.includes('Step 700')")
+    page.close()

@@ -79,10 +79,10 @@ def test_the_pages_are_open_and_the_data_is_not(control: Control, ended: str):
         assert httpx.get(f"{url(control)}/api/views{path}").status_code == 401
         assert get(control, path, control.key("keys")).status_code == 403
     assert get(control, "", control.key("runs:read")).json() == {
-        "where": "control server", "pages": ["targets", "usage"], "may": [],
+        "where": "control server", "pages": ["environments", "targets", "usage"], "may": [],
     }  # fmt: skip
     assert get(control, "", control.token).json()["pages"] == [
-        "deployments", "playground", "targets", "usage", "keys", "audit",
+        "deployments", "playground", "environments", "targets", "usage", "keys", "audit",
     ]  # fmt: skip
 
 

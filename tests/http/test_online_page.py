@@ -89,7 +89,7 @@ def test_a_wrong_token_is_said_and_forgotten(browser: Browser, server: OnlineSer
 def test_before_a_token_it_shows_nothing_and_after_it_what_is_served(browser: Browser, server: OnlineServer):
     page = Page(browser, f"{url(server)}/")
     page.wait_for("document.getElementById('token')")
-    assert page.text.split() == ["Learning", "while", "serving", "Show"]
+    assert page.text.split() == ["tandem", "Online", "not", "connected", "Learning", "while", "serving", "Show"]
     page = entered(browser, server)
     facts = dict(zip(texts(page, "#facts dt"), texts(page, "#facts dd"), strict=True))
     status = server.get("/train/status")
@@ -135,6 +135,38 @@ def test_versions_are_a_timeline_with_the_rollback_and_what_serves_is_marked(bro
     assert heights[0] > heights[1] == heights[3] > heights[2], "a version is higher up than those before it"
     assert texts(page, "#steps title")[2:4] == ["version 2: published, from 1", "version 1: rolled back, from 2"]
     assert page.run("document.getElementById('missing').textContent") == ""
+    assert page.said == []
+
+
+@browser_only
+def test_another_version_is_served_after_a_question_and_only_by_a_key_that_may(browser: Browser, server: OnlineServer):
+    page = entered(browser, server)
+    page.wait_for("!document.getElementById('serve').hidden")
+    assert texts(page, "#other option") == ["version 2", "version 0"]
+
+    def ask_for(page: Page, version: int, then: str) -> None:
+        page.run(f"document.getElementById('other').value = '{version}'")
+        page.run("document.querySelector('#serve button').click()")
+        page.wait_for("!document.getElementById('sure').hidden")
+        page.run(f"document.getElementById('why').value = {HOSTILE[1]!r}")
+        page.run(f"document.querySelector('#sure {then}').click()")
+        page.wait_for("document.getElementById('sure').hidden")
+
+    ask_for(page, 2, "#no")
+    assert "goes forward again" in texts(page, "#asked")[0]
+    assert server.get("/train/status")["serving"] == 1
+    ask_for(page, 0, "button.main")
+    page.wait_for("document.querySelector('#timeline td').textContent == '0 ●'")
+    assert server.get("/train/status")["serving"] == 0
+    assert texts(page, "#timeline td")[3] == f"admin: {HOSTILE[1]}"
+    assert texts(page, "#other option") == ["version 2", "version 1"]
+    server.post("/versions/1/activate")
+    page.wait_for("document.querySelector('#timeline td').textContent == '1 ●'")
+    trainer = entered(browser, server, "token-train")
+    trainer.wait_for("!document.getElementById('serve').hidden")
+    ask_for(trainer, 2, "button.main")
+    trainer.wait_for("document.getElementById('trouble').textContent.includes('Version 2 is not served: the key')")
+    assert server.get("/train/status")["serving"] == 1
     assert page.said == []
 
 

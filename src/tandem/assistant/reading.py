@@ -46,21 +46,21 @@ def bounded(found: Row, rows: str) -> Row:
     return found if kept == len(each) else {**found, rows: each[:kept], "left_out": len(each) - kept}
 
 
-def quoted(found: Row, rows: Sequence[Any]) -> Row:
-    """Return an answer with text of others, bounded."""
-    return bounded({**found, "about_quoted": QUOTED, "quoted": [_plain(row) for row in rows]}, "quoted")
+def quoted(found: Row, rows: Sequence[Any], longest: int = _LONGEST_TEXT) -> Row:
+    """Return an answer with text of others, bounded. `longest`: characters of each text."""
+    return bounded({**found, "about_quoted": QUOTED, "quoted": [_plain(row, longest) for row in rows]}, "quoted")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, longest: int) -> Any:
     """Return a value whose texts are short and have no control characters."""
     if isinstance(value, str):
         text = "\n".join(printable(line) for line in value.split("\n"))
-        left_out = len(text) - _LONGEST_TEXT
-        return text if left_out <= 0 else f"{text[:_LONGEST_TEXT]} … {left_out} characters more"
+        left_out = len(text) - longest
+        return text if left_out <= 0 else f"{text[:longest]} … {left_out} characters more"
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+        return {str(key): _plain(each, longest) for key, each in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in cast("Sequence[Any]", value)]
+        return [_plain(each, longest) for each in cast("Sequence[Any]", value)]
     return value
 
 

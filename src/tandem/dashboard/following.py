@@ -15,27 +15,28 @@ class Follower:
     def __init__(self, run_dir: Path, start: int = -1) -> None:
         """`start`: a byte offset that `rows` returned; -1: the end of the file now."""
         self._file = run_dir / "metrics.jsonl"
-        self._at = self._size() if start < 0 else start
+        self.at = self._size() if start < 0 else start
+        """The offset behind the last row that was returned."""
 
     def rows(self) -> list[tuple[int, Any]]:
         """Return the rows since the last call, each with the offset behind it. A file that became shorter was
         cut by a resume, and begins again at its end."""
         size = self._size()
-        self._at = min(self._at, size)
-        if size == self._at:
+        self.at = min(self.at, size)
+        if size == self.at:
             return []
         with self._file.open("rb") as opened:
-            opened.seek(self._at)
+            opened.seek(self.at)
             found = opened.read(_MOST_BYTES)
         rows: list[tuple[int, Any]] = []
         for line in found.split(b"\n")[:-1]:
-            self._at += len(line) + 1
+            self.at += len(line) + 1
             try:
-                rows.append((self._at, parsed(line)))
+                rows.append((self.at, parsed(line)))
             except ValueError:  # a damaged line; the audit names it
                 continue
         if b"\n" not in found and len(found) == _MOST_BYTES:  # a row that no page wants
-            self._at += len(found)
+            self.at += len(found)
         return rows
 
     def _size(self) -> int:

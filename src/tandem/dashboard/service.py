@@ -21,6 +21,7 @@ from tandem.dashboard.views import Runs, plain
 from tandem.errors import NotKnown, RunError, TandemError
 from tandem.io.log_lines import LOGS
 from tandem.obs.chart_data import LIBRARY, LIBRARY_STYLE
+from tandem.obs.look import LOOK
 from tandem.serve.http.openapi_document import EVENTS, PAGE, speaks
 from tandem.serve.http.pages import page_headers
 from tandem.serve.http.refusals import RequestRefused
@@ -61,9 +62,9 @@ def page_paths() -> frozenset[str]:
 
 @cache
 def _files() -> dict[str, Path]:
-    """Return the files of the pages by their names; uPlot's are those of report.html."""
+    """Return the files of the pages by their names; uPlot's and the look are those of report.html."""
     found = {path.relative_to(_PAGES).as_posix(): path for path in _PAGES.rglob("*") if path.suffix in _TYPES}
-    return {**found, "vendor/uplot.js": LIBRARY, "vendor/uplot.css": LIBRARY_STYLE}
+    return {**found, "look.css": LOOK, "vendor/uplot.js": LIBRARY, "vendor/uplot.css": LIBRARY_STYLE}
 
 
 class DashboardRoutes:
@@ -150,7 +151,7 @@ class DashboardRoutes:
 
     async def _events(self, run: str, follower: Follower, request: Request) -> AsyncIterator[str]:
         quiet_s, before = 0.0, ""
-        yield ": follow\n\n"
+        yield f": follow\nid: {follower.at}\n\n"  # a page that breaks off before the first row goes on from here
         while not self.ended.is_set():
             try:
                 rows = await aside(request)(follower.rows)  # before the state: the last row comes before the end

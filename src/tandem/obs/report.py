@@ -28,6 +28,7 @@ from tandem.obs.claims import (
     interval_text,
 )
 from tandem.obs.curves import curves_png
+from tandem.obs.look import LOOK
 from tandem.obs.plan_vs_measured import against_plan
 from tandem.obs.reward_lines import reward_lines
 from tandem.obs.run_history import History, drops, evaluations, largest, number, read_history, timing, total
@@ -63,6 +64,7 @@ def _content(history: History, others: Sequence[History] = ()) -> dict[str, Any]
         **result_of(history),
         "curves": _curves(history),
         "charts": chart_data([history, *others]),
+        "look": LOOK.read_text(encoding="utf-8"),
         "scripts": scripts(),
         "is_running": history.status.get("state") == "running",
         "samples": _samples(history.samples),

@@ -23,6 +23,7 @@ from tandem.errors import CheckpointUnsaved, RankLost, RunFenced
 from tandem.protocols import Stateful, Trainer
 from tandem.runs.checkpoints import Checkpoints, VerifiedCheckpoint
 from tandem.runs.run import Run, StoppedByHand
+from tandem.runs.saved_steps import kept_steps, score
 from tandem.runs.uploads import CheckpointUploads
 from tandem.spec.checkpoint import CheckpointSpec
 from tandem.types import Group, Metrics
@@ -244,9 +245,7 @@ class RunCheckpointer:
         """Return whether this evaluation is better than all earlier ones of the run, and remember it if so."""
         if not self.spec.keep_best:
             return False
-        value = metrics.get("eval/accuracy", metrics.get("eval/reward"))
-        if value is None and "eval/loss" in metrics:
-            value = -metrics["eval/loss"]
+        value = score(metrics)
         if value is None or (self._best and value <= self._best[1]):
             return False
         self._best = [version, value]
@@ -255,9 +254,5 @@ class RunCheckpointer:
 
     def _kept(self, version: int) -> set[int]:
         there = sorted({*self._shelf.versions(), version})
-        kept = set(there[-self.spec.keep_last :])
-        if self.spec.keep_every:
-            kept |= {each for each in there if each % self.spec.keep_every == 0}
-        if self._best:
-            kept.add(int(self._best[0]))
+        kept = kept_steps(there, self.spec, int(self._best[0]) if self._best else None)
         return kept | (self._uploads.held() if self._uploads else set())

@@ -34,6 +34,8 @@ WAIT_S = 30.0
 """How long a request waits for a replica."""
 SESSION = "x-session-id"
 """Header of requests that the same revision should answer; without it OpenAI's field `user`."""
+WAKE = "x-tandem-wake"
+"""Header of requests: with "no", a revision that is asleep is not started, and the request gets 409."""
 FEEDBACK = "/v1/feedback"
 _POLL_S, _READ_S = 0.1, 600.0
 
@@ -150,11 +152,14 @@ class DeploymentRoutes:
 
     @speaks(scope="chat")
     async def models(self, request: Request) -> Response:
-        """List the names that can be asked, and each `NAME@N`."""
+        """List the names that can be asked, and each `NAME@N`. `asleep`: a request may have to start a replica."""
         rows = list[dict[str, Any]]()
         for each in await self._infos(request, "chat"):
-            for name in (each.name, *(f"{each.name}@{revision.n}" for revision in each.revisions)):
-                rows.append({"id": name, "object": "model", "created": each.at // 1000, "owned_by": "tandem"})
+            asked = [revision for revision in each.revisions if revision.weight or revision.canary]
+            names = {each.name: asked} | {f"{each.name}@{revision.n}": [revision] for revision in each.revisions}
+            for name, of in names.items():
+                row = {"id": name, "object": "model", "created": each.at // 1000, "owned_by": "tandem"}
+                rows.append({**row, "asleep": any(revision.asleep for revision in of)})
         return JSONResponse({"object": "list", "data": rows})
 
     @speaks(dict[str, Any], answers=(JSON, EVENTS), scope="chat")
@@ -201,11 +206,12 @@ class DeploymentRoutes:
         if not isinstance(name, str):
             raise RequestRefused(422, "model: write the name of a deployment", field="model")
         session_id = request.headers.get(SESSION) or str(body.get("user") or "")
-        passed, _ = await self._reach(caller, name, session_id, path, body)
+        may_wake = request.headers.get(WAKE) != "no"
+        passed, _ = await self._reach(caller, name, session_id, path, body, may_wake=may_wake)
         return passed
 
     async def _reach(
-        self, caller: Caller, name: str, session_id: str, path: str, body: dict[str, Any]
+        self, caller: Caller, name: str, session_id: str, path: str, body: dict[str, Any], *, may_wake: bool = True
     ) -> tuple[_Passed, Candidate]:
         """Send a request to a replica of one of the name's revisions, and wait for one if there is none now."""
         plain, began, counts = name.partition("@")[0], time.monotonic(), path != FEEDBACK
@@ -219,6 +225,8 @@ class DeploymentRoutes:
                 if (told := await self._ask(path, sent, replica, tally)) is not None:
                     told.headers["X-Tandem-Revision"] = revision
                     return told, choice
+            elif choice.asleep and not may_wake:
+                raise RequestRefused(409, f"'{revision}' is asleep, and the request says not to start it")
             elif choice.asleep:
                 await self.plane.store.write(partial(deployments.wake, choice=choice, now=self.plane.clock()))
                 self.plane.wake()

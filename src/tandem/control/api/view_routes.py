@@ -19,6 +19,7 @@ MOST_RUNS = 500
 _PAGES = {
     "deployments": "deploy",
     "playground": "chat",
+    "environments": "runs:read",
     "targets": "runs:read",
     "usage": "runs:read",
     "keys": "keys",

@@ -45,7 +45,7 @@ function Answer({ each, mark, prompt, name, tell }) {
   const [open, setOpen] = useState(false);
   const turns = each.messages.filter((turn, at) => !(turn.content === prompt && at < each.messages.length - 1) && turn.role !== "system");
   const parts = Object.entries(each.rewards ?? {}).filter(([, value]) => typeof value === "number");
-  return html`<article class=${`answer ${mark}`}><p class="quiet"><b>reward ${number(each.reward)}</b><span>version ${each.version ?? "–"}</span><span>${each.tokens} tokens</span><span title="mean logprob of its tokens, in nats">logprob ${number(each.logprob, 3)}</span>${each.finish === "length" && html`<span class="pill worse">cut at the limit</span>`}</p>
+  return html`<article class=${`answer ${mark}`}><p class="quiet"><b>reward ${number(each.reward)}</b>${each.version == null ? html`<span>version –</span>` : html`<a href=${`#/run/${encodeURIComponent(name)}/weights?version=${each.version}`}>version ${each.version}</a>`}<span>${each.tokens} tokens</span><span title="mean logprob of its tokens, in nats">logprob ${number(each.logprob, 3)}</span>${each.finish === "length" && html`<span class="pill worse">cut at the limit</span>`}</p>
     ${open ? html`<${Tokens} name=${name} sample=${each.id} tell=${tell} />` : turns.map((turn) => html`<div class=${`turn ${turn.role}`}><small>${turn.role}</small><${Said} text=${String(turn.content ?? "")} /></div>`)}
     ${each.tokens > 0 && html`<button class="small" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Text" : "Tokens"}</button>`}
     ${parts.length > 0 && html`<p class="quiet">${parts.map(([key, value]) => html`<span>${key} ${number(value)}</span>`)}</p>`}</article>`;

@@ -19,8 +19,8 @@ export class Refused extends Error {
   }
 }
 
-/** A path of the views, of the server's own API where it begins with `/`, or of OpenAI's. */
-const url = (/** @type {string} */ path) => (path.startsWith("/v1/") ? path.slice(1) : path.startsWith("/") ? `api${path}` : `api/views${path ? `/${path}` : ""}`);
+/** A path of the views, of the server's own API where it begins with `/`, of OpenAI's, or of the index of packages. */
+const url = (/** @type {string} */ path) => (/^\/(v1|simple)\//.test(path) ? path.slice(1) : path.startsWith("/") ? `api${path}` : `api/views${path ? `/${path}` : ""}`);
 
 /** @param {string} path @param {AbortSignal} [signal] */
 export async function read(path, signal) {
@@ -97,29 +97,45 @@ async function fetched(path, options) {
   throw new Refused(answer.status, told?.error?.message ?? told?.detail ?? `The server answered with ${answer.status}.`);
 }
 
-/** Follow a stream of events for ever, from where it broke off. Returns a function that ends it.
+/** Until the tab is seen. A browser has six connections to a server for all its tabs, and a hidden one needs none. */
+const seen = () => new Promise((done) => (document.hidden ? document.addEventListener("visibilitychange", done, { once: true }) : done(null)));
+
+/** Follow a stream of events for ever, from where it broke off, while the tab is seen. Returns a function that ends it.
  * @param {string} path @param {(kind: string, data: any) => void} tell @param {(on: boolean) => void} connected */
 export function follow(path, tell, connected) {
   const ending = new AbortController();
   let last = "";
   const listen = async () => {
     const more = last ? { "Last-Event-ID": last } : {};
-    const answer = await fetch(url(path), { headers: { ...headers(), ...more, Accept: "text/event-stream" }, signal: ending.signal });
-    if (!answer.ok || !answer.body) throw new Refused(answer.status, "no stream");
-    connected(true);
-    for await (const fields of blocks(answer)) {
-      if (fields.id) last = fields.id;
-      if (fields.event) tell(fields.event, JSON.parse(fields.data));
+    const pause = new AbortController();
+    const hide = () => document.hidden && pause.abort();
+    document.addEventListener("visibilitychange", hide);
+    try {
+      const signal = AbortSignal.any([ending.signal, pause.signal]);
+      const answer = await fetch(url(path), { headers: { ...headers(), ...more, Accept: "text/event-stream" }, signal });
+      if (!answer.ok || !answer.body) throw new Refused(answer.status, "no stream");
+      connected(true);
+      for await (const fields of blocks(answer)) {
+        if (fields.id) last = fields.id;
+        if (fields.event) tell(fields.event, JSON.parse(fields.data));
+      }
+    } finally {
+      document.removeEventListener("visibilitychange", hide);
     }
   };
   (async () => {
     while (!ending.signal.aborted) {
       try {
+        await seen();
         await listen();
       } catch {
         // asked again below
       }
       if (ending.signal.aborted) return;
+      if (document.hidden) {
+        await seen();
+        continue;
+      }
       connected(false);
       await new Promise((done) => setTimeout(done, 1000));
     }

@@ -1,5 +1,5 @@
 // One run: how it stands, its curves, its answers, the proof of its weights, its log, attempts and spec.
-import { html, useEffect, useMemo, useState } from "./vendor/preact.js";
+import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
 import { keepInAddress, useFresh } from "./app.js";
 import { Answers } from "./answers.js";
 import { Chart } from "./chart.js";
@@ -37,7 +37,7 @@ export function Run({ name, tab, query, may, tell }) {
     "": () => html`<${Overview} found=${found} last=${last} link=${link} rows=${rows} tell=${tell} />`,
     curves: () => html`<${Curves} name=${name} names=${found.metrics} rows=${rows} query=${query} tell=${tell} />`,
     answers: () => html`<${Answers} name=${name} steps=${found.answers_of_steps} query=${query} tell=${tell} />`,
-    weights: () => html`<${Weights} name=${name} again=${rows.length} tell=${tell} />`,
+    weights: () => html`<${Weights} name=${name} query=${query} again=${rows.length} tell=${tell} />`,
     log: () => html`<${Log} name=${name} query=${query} tell=${tell} />`,
     attempts: () => html`<${Attempts} found=${found} />`,
     spec: () => html`<section class="card"><h2>spec.toml</h2><pre>${found.spec}</pre></section>`,
@@ -190,14 +190,18 @@ function line(label, series, key, x) {
   return { label, xs: kept.map(([at]) => at), ys: kept.map(([, value]) => value) };
 }
 
-function Weights({ name, again, tell }) {
+function Weights({ name, query, again, tell }) {
   const [found, problem] = useFresh(path(name, "/versions"), 0, tell, again);
+  const wanted = Number(query.get("version") ?? NaN);
+  const row = useRef(/** @type {any} */ (null));
+  useEffect(() => row.current?.scrollIntoView({ block: "center" }), [Boolean(found), wanted]);
   if (!found) return html`<p class="quiet" role="status">${problem || "Reading the proofs …"}</p>`;
   return html`<section class="card"><h2>Did the engines serve the trainer's weights?</h2><p>${found.verdict}</p>
       ${found.findings.length > 0 && html`<ul>${found.findings.map((each) => html`<li><span class=${`pill ${each.severity === "failure" ? "failed" : ""}`}>${each.severity}</span> ${each.text}</li>`)}</ul>`}</section>
-    ${found.versions.length > 0 && html`<section class="card"><h2>Versions, the newest first</h2><div class="scroll" tabindex="0" role="region" aria-label="Versions"><table>
+    ${found.versions.length > 0 && html`<section class="card"><h2>Versions, the newest first</h2>
+      ${wanted >= 0 && !found.versions.some((each) => each.version === wanted) && html`<p class="next">Version ${wanted} has no proof here: the start of the run loaded it, or its proof is older than those that are shown.</p>`}<div class="scroll" tabindex="0" role="region" aria-label="Versions"><table>
       <thead><tr><th class="num">version</th><th>proven by</th><th>digest</th><th class="num">tensors</th><th class="num">bytes moved</th><th class="num">whole sync</th><th class="num">paused</th><th class="num">canary gap / limit</th><th>path</th></tr></thead>
-      <tbody>${found.versions.map((each) => html`<tr key=${each.version}><td class="num">${each.version}</td><td><span class=${`pill ${each.verified}`}>${each.verified}</span></td><td><code>${each.digest.slice(0, 16) || "–"}</code></td><td class="num">${each.tensors}</td><td class="num">${bytes(each.bytes_moved)}</td>
+      <tbody>${found.versions.map((each) => html`<tr key=${each.version} ref=${each.version === wanted ? row : undefined} aria-current=${each.version === wanted ? "true" : undefined}><td class="num">${each.version}</td><td><span class=${`pill ${each.verified}`}>${each.verified}</span></td><td><code>${each.digest.slice(0, 16) || "–"}</code></td><td class="num">${each.tensors}</td><td class="num">${bytes(each.bytes_moved)}</td>
         <td class="num">${ms(each.seconds.total)}</td><td class="num">${ms(each.seconds.paused ?? each.seconds.apply)}</td><td class="num">${each.canary_tokens ? `${number(each.logprob_gap, 2)} / ${number(each.gap_limit, 2)}` : "–"}</td><td class="why">${each.mode}${each.transport?.why ? `: ${each.transport.why}` : ""}</td></tr>`)}</tbody></table></div></section>`}`;
 }
 

@@ -3,10 +3,12 @@ import { html, useState } from "./vendor/preact.js";
 import { useFresh } from "./app.js";
 import { readAll, usd, when } from "./data.js";
 import { Deployments, Playground } from "./deployments.js";
+import { Environments } from "./environments.js";
 
 export const PAGES = {
   deployments: { title: "Deployments", paths: ["/deployments"], show: Deployments },
   playground: { title: "Playground", paths: ["/v1/models"], show: Playground },
+  environments: { title: "Environments", paths: ["/packages"], show: Environments },
   targets: { title: "Targets", paths: ["/targets"], show: Targets },
   usage: { title: "Usage", paths: ["/projects", "/usage"], show: Usage },
   keys: { title: "Keys", paths: ["/keys"], show: Keys },

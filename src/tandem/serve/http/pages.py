@@ -17,7 +17,11 @@ from pathlib import Path
 
 from fastapi.responses import Response
 
+from tandem.obs.look import LOOK
 from tandem.serve.http.openapi_document import PAGE, speaks
+
+_LOOK = "/* look.css */"
+"""In a page's <style>: where the look of all pages goes."""
 
 
 def page(file: str) -> Callable[[], Awaitable[Response]]:
@@ -34,6 +38,8 @@ def page(file: str) -> Callable[[], Awaitable[Response]]:
 @cache
 def _page(file: str) -> tuple[bytes, dict[str, str]]:
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    assert _LOOK in text, f"{file} does not take the look of all pages"
+    text = text.replace(_LOOK, LOOK.read_text(encoding="utf-8"))
     return text.encode(), {
         **page_headers(_digests(text, "script"), _digests(text, "style")),
         "Cache-Control": "no-store",

@@ -30,7 +30,7 @@ CODES = {
     400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
     408: "too_slow", 409: "conflict", 413: "too_large", 415: "unsupported_type", 421: "misdirected", 422: "invalid",
     429: "busy",
-    499: "client_gone", 500: "internal", 503: "unavailable", 507: "full",
+    499: "client_gone", 500: "internal", 501: "not_installed", 503: "unavailable", 507: "full",
 }  # fmt: skip
 
 _STORE_STATUS: dict[type[TandemError], int] = {NotKnown: 404, QueueFull: 429, StoreFull: 507, StoreBroken: 503}

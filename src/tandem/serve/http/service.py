@@ -71,6 +71,7 @@ class AppRoute(HotRoute):
 
     def __init__(self, path: str, app: ASGIApp) -> None:
         Route.__init__(self, path, app)
+        self.app, self.methods = app, None  # it took a function for an endpoint, which answers GET
 
 
 @dataclass(frozen=True)
