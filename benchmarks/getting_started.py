@@ -182,7 +182,7 @@ def rewarded_by_each(directory: Path, printed: list[str]) -> str:
     assert all(f"env/{name}" in row for row in steps for name in names), sorted(steps[0])
     first, last = (statistics.fmean(row["reward/mean"] for row in some) for some in (steps[:2], steps[-2:]))
     before, after = (status(run)["eval"][name] for name in ("before", "after"))
-    assert last > first + 0.3, f"reward {first:.2f} to {last:.2f}"
+    assert last > first + 0.1, f"reward {first:.2f} to {last:.2f}"
     assert after > before, f"held-out accuracy {before} to {after}"
     return f"reward {first:.2f} to {last:.2f} of 4 by RL; held-out accuracy {before:.3g} untrained, {after:.3g} after"
 
