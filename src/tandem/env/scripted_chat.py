@@ -1,14 +1,20 @@
-"""A Chat whose replies were written beforehand: play an environment's demonstration without a model."""
+"""Chats without a model: play an environment's demonstration, or find out which tools it offers."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from tandem.errors import EpisodeFailed
 from tandem.io.tool_calls import parse_calls
-from tandem.types import Message, ToolCall
+from tandem.protocols import Environment
+from tandem.types import Message, Task, ToolCall
+
+_MOST_TURNS = 64
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,45 @@ class ScriptedChat:
 
     def _left(self, where: str) -> None:
         self.differs = self.differs or where
+
+
+class _MuteChat:
+    """Answer nothing, and remember the tools."""
+
+    def __init__(self) -> None:
+        self.tools: list[dict[str, Any]] = []
+        self._turns = 0
+
+    def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.tools = [dict(tool) for tool in tools]
+
+    def say(self, *messages: Message | str) -> None: ...
+
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ScriptedReply:
+        self._turns += 1
+        if self._turns > _MOST_TURNS:
+            raise EpisodeFailed("raised", f"the environment goes on after {_MOST_TURNS} empty replies")
+        return ScriptedReply("")
+
+    async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
+        return ""
+
+
+async def offered_tools(environment: Environment, task: Task, limit_s: float) -> list[dict[str, Any]]:
+    """Return the tools that a task offers, as JSON schemas. They are offered before the first reply, so an episode is
+    played with empty replies, however it ends."""
+    chat = _MuteChat()
+    try:
+        async with asyncio.timeout(limit_s):
+            await environment.run(task, chat)
+    except Exception as error:  # noqa: BLE001 - environment code: what it makes of an empty reply does not matter here
+        _log.debug("task %s ended after empty replies: %s", task.id, error)
+    return chat.tools
+
+
+def calls_tools(messages: Sequence[Message]) -> bool:
+    """Return whether a demonstration calls a tool, or has a tool's answer."""
+    return any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
 
 
 def _call(call: Mapping[str, Any]) -> ToolCall:

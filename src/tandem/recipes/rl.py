@@ -15,6 +15,7 @@ from tandem.build.judges import judge_model
 from tandem.build.reference import served_teacher, set_reference
 from tandem.env.mix import mean_by_part
 from tandem.env.protocol_check import report_of
+from tandem.env.scripted_chat import calls_tools, offered_tools
 from tandem.errors import NothingLearned, StoreError
 from tandem.io.kept_samples import KeptSamples
 from tandem.loop import run_loop
@@ -181,7 +182,7 @@ class RlRun:
         self.checkpointer.load(trainer, "warmup")
         if self.setting is not None:
             await self._evaluate(trainer, "before", "before training")
-        recordings = self._recordings(stage)
+        recordings = await self._recordings(stage)
         self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
         await self.publisher.rest(trainer)  # the engine is idle until the next version is published
         await supervised_stage(
@@ -190,14 +191,18 @@ class RlRun:
         )  # fmt: skip
         return trainer.version
 
-    def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
+    async def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
         if not isinstance(stage.data, Demonstrations):
             train, held_out = checked_rows(self.model, stage.data, self.run, "warmup.data")
             return train + held_out  # no rows are held out, because the environment judges the warm-up
         count = stage.steps * stage.batch_size
         assert self.environment is not None, "RlSpec refuses demonstrations without an environment"
         shown = groups.demonstrations(self.environment, training.its_spec(self.spec).name, count, self.spec.seed)
-        return recordings_of(self.model, [(task.id, [*task.messages, *messages]) for task, messages in shown])
+        tools = [[]] * len(shown)
+        if any(calls_tools(messages) for _, messages in shown):
+            limit_s = training.its_spec(self.spec).episode_timeout_s
+            tools = [await offered_tools(self.environment, task, limit_s) for task, _ in shown]
+        return recordings_of(self.model, shown, tools)
 
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
         """Run the loop over the RL steps. `first`, `last`: versions before the first step and after the last."""

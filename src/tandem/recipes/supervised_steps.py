@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tandem.build import groups as build_groups
 from tandem.build import run_engines, training
@@ -19,7 +19,7 @@ from tandem.runs.run import Run
 from tandem.runs.verdict import judge, too_few
 from tandem.spec.evaluation import LossEvalSpec
 from tandem.spec.train import SftStage
-from tandem.types import Group, Message, Metrics, Trajectory
+from tandem.types import Group, Message, Metrics, Task, Trajectory
 
 R = TypeVar("R", bound=DataRow)
 
@@ -98,10 +98,14 @@ async def recorded_stage(
 
 
 def recordings_of(
-    model: training.BuiltModel, conversations: Sequence[tuple[str, Sequence[Message]]]
+    model: training.BuiltModel, shown: Sequence[tuple[Task, Sequence[Message]]], tools: Sequence[Sequence[Any]]
 ) -> list[Trajectory]:
-    """Return an environment's demonstrations as trajectories; DataError if one is longer than the model's context."""
-    recorded = [record(model.renderer, messages, name) for name, messages in conversations]
+    """Return an environment's demonstrations as trajectories, each with the tools that its task offers; DataError if
+    one is longer than the model's context."""
+    recorded = [
+        record(model.renderer, [*task.messages, *messages], task.id, offered)
+        for (task, messages), offered in zip(shown, tools, strict=True)
+    ]
     if longest := next((t for t in recorded if len(t.ids) > model.context), None):
         raise DataError(
             f"warmup.data: the demonstration of task {longest.task_id} has {len(longest.ids)} tokens, but the model's "

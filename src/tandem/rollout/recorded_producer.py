@@ -11,9 +11,11 @@ from tandem.rollout.recorder import RecorderRenderer
 from tandem.types import NO_VERSION, Group, Message, Metrics, Trajectory
 
 
-def record(renderer: RecorderRenderer, messages: Sequence[Message], name: str) -> Trajectory:
-    """Turn a conversation into a trajectory; only the assistant's tokens are trained."""
-    ids, trained = renderer.conversation(messages)
+def record(
+    renderer: RecorderRenderer, messages: Sequence[Message], name: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> Trajectory:
+    """Turn a conversation into a trajectory; only the assistant's tokens are trained. `tools`: those it was offered."""
+    ids, trained = renderer.conversation(messages, tools) if tools else renderer.conversation(messages)
     length = len(ids)
     return Trajectory(
         ids, trained, [0.0] * length, [NO_VERSION] * length, status="recorded", task_id=name, messages=list(messages)

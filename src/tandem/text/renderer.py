@@ -159,8 +159,9 @@ class Renderer:
         place = len(self._before_end)
         return ids[place + 1 :] if ids[place : place + 1] == [last_id] else ids
 
-    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Return a recorded conversation as ids, with True for the assistant's tokens, including the end of turn."""
+    def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[bool]]:
+        """Return a recorded conversation as ids, with True for the assistant's tokens, including the end of turn.
+        `tools`: those that it was offered, as in an episode."""
         ids: list[int] = []
         trained: list[bool] = []
         pending: list[Message] = []
@@ -168,7 +169,7 @@ class Renderer:
             if message["role"] != "assistant":
                 pending.append(message)
                 continue
-            context = self.glue(pending, ids[-1]) if ids else self.prompt(pending)
+            context = self.glue(pending, ids[-1], tools) if ids else self.prompt(pending, tools)
             spoken = [*self.encode(self._spoken(message)), *self._before_end, self.end_id]
             ids += context + spoken
             trained += [False] * len(context) + [True] * len(spoken)
