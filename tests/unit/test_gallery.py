@@ -29,10 +29,10 @@ from tandem.spec.run import RlSpec
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 NAMES = sorted(path.parent.name for path in GALLERY.glob("*/run.toml"))
-HIDDEN = {"negotiate", "nim"}
+HIDDEN = {"negotiate", "nim", "tool_use"}
 """Their tasks differ in what the model is not told, so that prompts of both splits are alike."""
 LUCKY = {
-    "coding": 0.7, "grid": 0.6, "instructions": 0.12, "nim": 0.2, "search": 0.35, "sql": 0.35,
+    "coding": 0.7, "instructions": 0.12, "nim": 0.2, "search": 0.35, "sql": 0.35,
 }  # fmt: skip
 """The most that demonstrations earn which are wrong on purpose: some of their short cuts are right for some tasks."""
 HOSTILE = (
@@ -296,12 +296,7 @@ def test_the_search_finds_what_shares_the_rarest_words():
     assert answer in chat.differs
 
 
-def test_units_and_plans_may_be_written_in_other_ways():
-    units, grid = made("units"), made("grid")
+def test_units_may_be_written_in_other_ways():
+    units = made("units")
     task = next(task for task in units.tasks("eval") if task.id.endswith("km in m"))
     assert reward(units, task, f"That is {task.payload['answer']:,}.000") == 1.0
-    task = next(task for task in grid.tasks("train") if task.id.startswith("a1 to c3"))
-    wall = task.payload["wall"]
-    around = [plan for plan in ("rruu", "uurr", "ruru", "urur") if reward(grid, task, plan) == 1.0]
-    assert (len(around) >= 2, wall in ([1, 0], [2, 0], [2, 1], [0, 1], [0, 2], [1, 2])) == (True, True)
-    assert reward(grid, task, "llrrrruu") == 0.0  # leaves the grid on its way
