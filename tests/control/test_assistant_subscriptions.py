@@ -214,6 +214,6 @@ def test_a_server_that_is_ended_does_not_wait_for_those_who_follow(control: Cont
         asyncio.run(play())
     try:
         assert took, "the server did not end"
-        assert took[0] < 20
+        assert took[0] < 8  # a stream that is not ended holds the server for ten seconds
     finally:
         control.start()
