@@ -122,8 +122,8 @@ PARTS = ("", "curves", "answers", "weights", "log", "attempts", "spec")
 
 
 def library() -> list[Path]:
-    vendor = PAGES.parents[1] / "obs" / "vendor"
-    return [vendor / "uplot.min.js", vendor / "uplot.min.css"]
+    shared = PAGES.parents[1] / "obs"
+    return [shared / "look.css", shared / "vendor/uplot.min.js", shared / "vendor/uplot.min.css"]
 
 
 def is_sent(path: Path) -> bool:
@@ -167,7 +167,8 @@ def through_control(control: Control, asked: argparse.Namespace) -> list[list[An
                 ["a row through agent and control server to the screen, p95 of 40, s", f"{late:.2f}", 2, late <= 2]
             ]
             if asked.axe:
-                paths = (f"/run/{run}", "/deployments", "/playground", "/targets", "/usage", "/keys", "/audit")
+                pages = ["deployments", "playground", "environments", "targets", "usage", "keys", "audit"]
+                paths = (f"/run/{run}", *(f"/{each}" for each in pages))
                 faults = [each for path in paths for each in axe(page, path, asked)]
                 found.append([f"faults of WCAG 2.2 AA on a control server {faults[:3]}", len(faults), 0, not faults])
             found.append([f"errors on the console of its pages {page.said[:2]}", len(page.said), 0, not page.said])

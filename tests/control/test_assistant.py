@@ -6,11 +6,14 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tomli_w
 from mcp import Client, StdioServerParameters
@@ -259,3 +262,33 @@ def test_the_command_speaks_on_stdin_and_stdout(runs: Path):
     }  # fmt: skip
     assert "has no samples/" in found.pop("read_samples")
     assert all(isinstance(each, dict) for each in found.values()), found
+
+
+@pytest.mark.slow
+def test_where_the_package_mcp_is_missing_a_sentence_says_so(tmp_path: Path):
+    """`tandem mcp` ends with the line that installs it; a control server serves all the rest, and says so at /mcp."""
+
+    def without(*words: str) -> subprocess.Popen[str]:
+        hidden = f"import sys; sys.modules['mcp'] = None; sys.argv = ['tandem', *{words!r}]; "
+        program = [sys.executable, "-c", f"{hidden}from tandem.__main__ import main; main()"]
+        return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    with without("mcp") as ended:
+        told = 'tandem: this needs mcp, which is not installed; run: pip install "tandem-rl[mcp]"\n'
+        assert (ended.communicate(timeout=60), ended.returncode) == (("", told), 2)
+    serve = ("control", "serve", "--port", "0", "--data-dir", "data", "--ready-file", "ready.json")
+    with without(*serve) as served:
+        try:
+            assert served.stdout is not None
+            assert 'install "tandem-rl[control,mcp]" for /mcp' in served.stdout.readline()
+            while not (ready := tmp_path / "ready.json").exists():
+                assert served.poll() is None
+                time.sleep(0.05)
+            headers = {"Authorization": f"Bearer {(tmp_path / 'data/token').read_text().strip()}"}
+            with httpx.Client(base_url=json.loads(ready.read_text())["url"], headers=headers) as client:
+                refused = client.post("/mcp", json={})
+                assert (refused.status_code, client.get("/api/runs").status_code) == (501, 200)
+                assert "tandem-rl[control,mcp]" in refused.json()["error"]["message"]
+        finally:
+            served.terminate()
+            served.communicate(timeout=30)

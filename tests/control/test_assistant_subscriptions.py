@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,19 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
     made.close()
 
 
+async def at(control: Control, stack: AsyncExitStack, heard: Heard, key: str, mode: Any) -> Client:
+    http = await stack.enter_async_context(httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=60))
+    there = streamable_http_client(f"http://127.0.0.1:{control.port}/mcp", http_client=http)
+    return await stack.enter_async_context(Client(there, message_handler=heard, mode=mode))
+
+
+async def subscribed(stack: AsyncExitStack, client: Client, uri: str, mode: str) -> Any:
+    """Subscribe as a client of this protocol does; return its stream, if it has one."""
+    if mode == "auto":
+        return await stack.enter_async_context(client.listen(resource_subscriptions=[uri]))
+    return await client.subscribe_resource(uri)  # pyright: ignore[reportDeprecated]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 def test_a_control_server_tells_those_who_may_see_the_run(control: Control, mode: Any):
@@ -156,23 +171,12 @@ def test_a_control_server_tells_those_who_may_see_the_run(control: Control, mode
     if all(each["name"] != "other" for each in control.ask("GET", "/api/projects")["items"]):
         control.ask("POST", "/api/projects", {"name": "other"})
 
-    async def opened(stack: AsyncExitStack, heard: Heard, key: str) -> Client:
-        headers = {"Authorization": f"Bearer {key}"}
-        http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=60))
-        there = streamable_http_client(f"http://127.0.0.1:{control.port}/mcp", http_client=http)
-        return await stack.enter_async_context(Client(there, message_handler=heard, mode=mode))
-
-    async def subscribe(stack: AsyncExitStack, client: Client) -> Any:
-        if mode == "auto":
-            return await stack.enter_async_context(client.listen(resource_subscriptions=[status]))
-        return await client.subscribe_resource(status)  # pyright: ignore[reportDeprecated]
-
     async def use(stack: AsyncExitStack, heard: Heard) -> None:
-        stranger = await opened(stack, Heard(), control.key("runs:read", project="other"))
+        stranger = await at(control, stack, Heard(), control.key("runs:read", project="other"), mode)
         with pytest.raises(MCPError, match="there is no run"):
-            await subscribe(stack, stranger)
-        client = await opened(stack, heard, control.key("runs:read"))
-        stream = await subscribe(stack, client)
+            await subscribed(stack, stranger, status, mode)
+        client = await at(control, stack, heard, control.key("runs:read"), mode)
+        stream = await subscribed(stack, client, status, mode)
         while True:
             async with asyncio.timeout(120):
                 assert (await anext(stream)).uri == status if mode == "auto" else await heard.next() == status
@@ -183,3 +187,33 @@ def test_a_control_server_tells_those_who_may_see_the_run(control: Control, mode
 
     played(use)
     until(lambda: control.state(run) == "succeeded", 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_a_server_that_is_ended_does_not_wait_for_those_who_follow(control: Control, mode: Any):
+    run = control.submit(1)
+    status = f"tandem://runs/{run}/status"
+
+    async def use(stack: AsyncExitStack, heard: Heard) -> float:
+        client = await at(control, stack, heard, control.key("runs:read"), mode)
+        await subscribed(stack, client, status, mode)
+        await asyncio.sleep(1.5)  # so that a look is under way, or soon will be
+        began = time.monotonic()
+        control.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(control.process.wait, 60)
+        return time.monotonic() - began
+
+    took = list[float]()
+
+    async def play() -> None:
+        async with AsyncExitStack() as stack:
+            took.append(await use(stack, Heard()))
+
+    with suppress(Exception):  # the client's stream was cut off
+        asyncio.run(play())
+    try:
+        assert took, "the server did not end"
+        assert took[0] < 8  # a stream that is not ended holds the server for ten seconds
+    finally:
+        control.start()

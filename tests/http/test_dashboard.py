@@ -22,12 +22,14 @@ import pytest
 import tomli_w
 from browser import Browser, Page, browser_only
 
+from tandem import dashboard as dashboard_pages
 from tandem.dashboard.service import dashboard_service
 from tandem.dashboard.views import MOST_POINTS
 from tandem.io.kept_samples import samples
 from tandem.serve.http.run import Listen, Server
 from tandem.serve.http.service import create_app
 
+OWN = Path(dashboard_pages.__file__).parent / "pages"
 SCORE = """
 def letters(reply, target):
     return sum(character.isalpha() for character in reply) / (len(reply) + 1)
@@ -289,6 +291,27 @@ def test_a_stream_that_broke_off_goes_on_with_the_next_row(dashboard: Dashboard,
         file.write('{"step": 903}\n{damaged\n{"step": 904}\n')
     again = events(dashboard, fresh, ['{"step": 905}\n{"step": 906}\n'], 906, last=first[0][0])
     assert [row["step"] for _, row in again] == [902, 903, 904, 905, 906]
+
+
+TSC = shutil.which("tsc")
+TYPES = {
+    "allowJs": True, "checkJs": True, "noEmit": True, "target": "es2023", "module": "es2022", "types": [],
+    "moduleResolution": "bundler", "lib": ["es2023", "dom", "dom.iterable", "dom.asynciterable"],
+}  # fmt: skip
+
+
+@pytest.mark.skipif(TSC is None, reason="needs tsc (npm install -g typescript)")
+def test_the_pages_are_right_for_the_compiler_of_typescript(tmp_path: Path):
+    """Names, arguments and the types that their comments name. What is not ours is left out."""
+    (tmp_path / "library.d.ts").write_text("declare const uPlot: any;\n")
+    places = [str(tmp_path / "library.d.ts"), str(OWN / "app.js")]
+    (tmp_path / "tsconfig.json").write_text(json.dumps({"compilerOptions": TYPES, "files": places}))
+    assert TSC is not None
+    told = subprocess.run(
+        [TSC, "--listFiles", "-p", str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert [line for line in told.stdout.splitlines() if "error TS" in line and "/vendor/" not in line] == []
+    assert str(OWN / "environments.js") in told.stdout
 
 
 # --- in a browser

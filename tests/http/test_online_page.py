@@ -189,10 +189,14 @@ def test_jobs_open_to_their_gates_and_stay_open(browser: Browser, server: Online
         "finite\tpassed\t0\t0\tall",
     ):
         assert text in shown
+    assert page.run("location.hash") == f"#job={job['id']}"
     (gate,) = [gate for gate in job["gates"] if not gate["passed"]]
     assert f"update_norm\tnot passed\t{gate['value']:.4g}\t0.6\t{gate['text']}" in shown
     server.wait(server.teach(said("x"), steps=1, lr=1e-2, kl_coef=0.0, source="later"))
     page.wait_for("document.getElementById('jobs').innerText.includes('later')")
+    assert page.run("document.querySelector('#jobs details[open]').innerText") == shown
+    page.call("Page.reload")  # as one who was sent the address
+    page.wait_for("document.querySelector('#jobs details[open]')")
     assert page.run("document.querySelector('#jobs details[open]').innerText") == shown
     assert page.said == []
 

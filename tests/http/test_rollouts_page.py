@@ -102,6 +102,9 @@ def test_it_shows_what_was_said_or_its_ids_with_reward_versions_and_lag(browser:
     ):  # fmt: skip
         assert text in shown, shown
     assert page.run("document.querySelector('#groups [aria-pressed=true]').textContent") == "1"
+    assert page.run("location.hash") == "#group=1"
+    page.call("Page.reload")  # as one who was sent the address
+    page.wait_for("document.getElementById('group')?.innerText.includes('group 1 · env_0')")
     assert page.said == []
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tandem.errors import MissingExtra
@@ -55,31 +52,3 @@ def test_a_command_without_the_extra_ends_with_that_line(tmp_path: Path, argumen
     expected = 'tandem: this needs torch, which is not installed; run: pip install "tandem-rl[train]"'
     assert done.stderr.strip() == expected
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_assistants_are_told_in_a_sentence_where_the_package_mcp_is_missing(tmp_path: Path):
-    """`tandem mcp` ends with the line that installs it; a control server serves all the rest, and says so at /mcp."""
-    program = HIDDEN.format(names=["mcp", "mcp_types"], arguments=["mcp"])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.strip() == 'tandem: this needs mcp, which is not installed; run: pip install "tandem-rl[mcp]"'
-    serve = ["control", "serve", "--port", "0", "--data-dir", "data", "--ready-file", "ready.json"]
-    program = HIDDEN.format(names=["mcp", "mcp_types"], arguments=serve)
-    served = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    try:
-        assert served.stdout is not None
-        assert 'install "tandem-rl[control,mcp]" for /mcp' in served.stdout.readline()
-        while not (ready := tmp_path / "ready.json").exists():
-            assert served.poll() is None
-            time.sleep(0.05)
-        token = (tmp_path / "data/token").read_text().strip()
-        with httpx.Client(
-            base_url=json.loads(ready.read_text())["url"], headers={"Authorization": f"Bearer {token}"}
-        ) as client:
-            told = client.post("/mcp", json={})
-            assert (told.status_code, client.get("/api/runs").status_code) == (501, 200)
-            assert "tandem-rl[control,mcp]" in told.json()["error"]["message"]
-    finally:
-        served.terminate()
-        served.communicate(timeout=30)

@@ -77,7 +77,7 @@ class AssistantDoor:
 
         from tandem.assistant.server import server_of
 
-        server = server_of(self._desk_for)
+        server = server_of(self._desk_for, self._ended)
         checked = TransportSecuritySettings(enable_dns_rebinding_protection=False)  # the access gate has done it
         server.streamable_http_app(session_idle_timeout=_IDLE_S, max_sessions=_SESSIONS, transport_security=checked)
         return server.session_manager

@@ -40,9 +40,9 @@ _STATE = "tandem-subscriptions"
 Tell = Callable[[str], Awaitable[None]]
 
 
-def add_subscriptions(server: MCPServer, desk_for: DeskFor) -> None:
-    """Give a server, made with `subscriptions=False`, subscriptions to runs."""
-    made = _Subscriptions(lambda ctx: desk_for(Context(request_context=ctx, mcp_server=server)))
+def add_subscriptions(server: MCPServer, desk_for: DeskFor, ended: asyncio.Event) -> None:
+    """Give a server, made with `subscriptions=False`, subscriptions to runs. `ended`: then streams end."""
+    made = _Subscriptions(lambda ctx: desk_for(Context(request_context=ctx, mcp_server=server)), ended)
     # The SDK names this as the way to serve methods that the newest protocol has not.
     add = server._lowlevel_server.add_request_handler  # pyright: ignore[reportPrivateUsage]
     add("subscriptions/listen", SubscriptionsListenRequestParams, made.listen)
@@ -51,16 +51,21 @@ def add_subscriptions(server: MCPServer, desk_for: DeskFor) -> None:
 
 
 class _Subscriptions:
-    def __init__(self, desk_for: Callable[[Any], Desk]) -> None:
-        self._desk_for = desk_for
+    def __init__(self, desk_for: Callable[[Any], Desk], ended: asyncio.Event) -> None:
+        self._desk_for, self._ended = desk_for, ended
         self._followed: dict[Desk, int] = {}
 
     async def listen(self, ctx: Any, params: SubscriptionsListenRequestParams) -> SubscriptionsListenResult:
         """Serve one stream. Its bus is its own, so that no other caller's looks reach it."""
         desk, bus = self._desk_for(ctx), InMemorySubscriptionBus()
+        stream = ListenHandler(bus)
 
         async def tell(uri: str) -> None:
             await bus.publish(ResourceUpdated(uri=uri))
+
+        async def end() -> None:
+            await self._ended.wait()
+            stream.close()
 
         uris = sorted(set(params.notifications.resource_subscriptions or ()))
         looks = list[asyncio.Task[None]]()
@@ -68,7 +73,8 @@ class _Subscriptions:
         try:
             firsts = [await _first(desk, uri) for uri in uris]
             looks += [asyncio.create_task(follow(desk, *each, tell)) for each in zip(uris, firsts, strict=True)]
-            return await ListenHandler(bus)(ctx, params)
+            looks.append(asyncio.create_task(end()))
+            return await stream(ctx, params)
         finally:
             self._take(desk, -len(uris))
             for each in looks:

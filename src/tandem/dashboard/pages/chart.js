@@ -70,7 +70,7 @@ export function Chart({ title, lines, x = "step", smooth = 0, log = false, heigh
     <div class="canvas" ref=${place}></div>
     <details onToggle=${(e) => setOpen(e.target.open)}><summary>Table</summary>${open && html`<div class="scroll" tabindex="0" role="region" aria-label=${`${title}, table`}><table>
       <thead><tr><th class="num">${x}</th>${lines.map((line) => html`<th class="num">${line.label}</th>`)}</tr></thead>
-      <tbody>${data[0].slice(-TABLE_ROWS).map((step, at) => html`<tr><td class="num">${number(step, 9)}</td>${lines.map((line, n) => html`<td class="num">${number(lookUp(line, step, from + at, n))}</td>`)}</tr>`)}</tbody></table></div>`}</details></figure>`;
+      <tbody>${data[0].slice(-TABLE_ROWS).map((step, at) => html`<tr><td class="num">${number(step, 9)}</td>${lines.map((line) => html`<td class="num">${number(lookUp(line, step, from + at))}</td>`)}</tr>`)}</tbody></table></div>`}</details></figure>`;
 }
 
 const lookUp = (line, step, at) => (line.xs[at] === step ? line.ys[at] : line.ys[line.xs.indexOf(step)]);
