@@ -172,7 +172,7 @@ test-atropos: $(ATROPOS)/.installed
 test-real: $(REAL)/.installed
 	$(REAL)/bin/python -m pytest -rs tests/real
 
-# Ten getting-started tasks of TRL and Unsloth on the same model, as a table; twenty minutes on two busy cores.
+# Ten getting-started tasks of TRL and Unsloth on the same model, as a table; 12 minutes of CPU, half an hour on busy cores.
 getting-started: $(REAL)/.installed
 	OMP_NUM_THREADS=1 $(REAL)/bin/python benchmarks/getting_started.py
 
