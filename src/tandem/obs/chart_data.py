@@ -26,6 +26,7 @@ _TITLES = {
     "time/step_s": "Seconds a step",
 }
 _SHOWN = 6
+_RELOAD = "setInterval(() => { if (document.getElementById('reload').checked) location.reload(); }, 60000);"
 
 Series = tuple[str, list[float], list[float | None], bool]
 """Label, steps, values, and whether the points are evaluations."""
@@ -37,9 +38,12 @@ class Scripts:
 
     library: str
     own: str
+    reload: str
+    """Of a run that goes on: loads the page again each minute, until its reader switches that off."""
     css: str
     policy: str
-    """Sources for the content security policy: the hash of each script."""
+    """Sources for the content security policy: the hash of each of the two that draw."""
+    reload_policy: str
 
 
 @cache
@@ -51,7 +55,7 @@ def scripts() -> Scripts:
     own = (_HERE / "charts.js").read_text(encoding="utf-8")
     css = LIBRARY_STYLE.read_text(encoding="utf-8")
     assert "</" not in library + own + css.replace("</style", "</"), "it would end the page's script"
-    return Scripts(library, own, css, f"{_source(library)} {_source(own)}")
+    return Scripts(library, own, _RELOAD, css, f"{_source(library)} {_source(own)}", _source(_RELOAD))
 
 
 def chart_data(histories: Sequence[History]) -> Mapping[str, Any] | None:
