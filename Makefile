@@ -8,7 +8,7 @@ ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
 REAL := .tandem/real
 
-.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-real test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-real test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench gallery sync-kills rollouts-kills run-kills crew-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -67,6 +67,10 @@ docs: install
 
 bench: install
 	$(BIN)/python benchmarks/all.py
+
+# Every environment of examples/gallery with a tiny model; about twenty minutes. Exit code 1 if one does not rise.
+gallery: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gallery.py
 
 # Kills and stops trainer and engine at 40 instants; about ten minutes. Exit code 1 if a figure is missed.
 sync-kills: install

@@ -35,6 +35,7 @@ SLOW = {
     "http/test_online_page.py": "an online server, and a browser where there is one",
     "http/test_rollouts_page.py": "a rollout service that is killed, and a browser where there is one",
     "http/test_env_serve.py": "environments in processes of their own, against a service",
+    "unit/test_gallery.py": "environments of the gallery, with answers that loop, and a sandbox",
     "unit/test_typed_api.py": "pyright on a script with every public call",
     "unit/test_compiled_layers.py": "the compiler at work on layers with adapters",
     "unit/test_sync_bench.py": "every bridge measured on a real model",

@@ -102,8 +102,8 @@ FOR_ASSISTANTS = {"mcp"}
 TO_LOOK_AT = {"dashboard", "top"}
 """Commands whose use is what they show; that, the Python API reads itself."""
 
-BEHIND_AN_OPTION = {"supervise_run": ("train", "resume")}
-"""Functions that commands call when they are asked to: --supervise."""
+BEHIND_AN_OPTION = {"supervise_run": ("train", "resume"), "check_demonstrations": ("env check",)}
+"""Functions that commands call with an option, --supervise, or without one, --model."""
 
 PYTHON_ONLY = {"load_environment", "parse_spec"}
 """Functions that a command line has no use for."""

@@ -63,7 +63,7 @@ def test_every_example_is_run_somewhere():
     specs = {path.stem for path in EXAMPLES.glob("*.toml")}
     assert specs == {"sft", *LEARNS, *ELSEWHERE}
     table = (EXAMPLES / "README.md").read_text()
-    listed = set(re.findall(r"\(([\w/.]+)\)", table))
+    listed = {name for name in re.findall(r"\(([\w/.]+)\)", table) if not name.startswith("..")}
     here = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.is_file()}
     assert listed == {name for name in here if "__pycache__" not in name} - {"README.md"}
 
@@ -82,13 +82,11 @@ def test_an_example_learns(name: str):
     assert (ended["state"], ended["verdict"]) == ("succeeded", "improved")
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in EXAMPLES.glob("gallery/*/run.toml")))
+@pytest.mark.parametrize("name", ["negotiate", "units"])  # benchmarks/gallery.py trains them all
 def test_an_environment_of_the_gallery_is_learned(name: str):
-    tandem.run(f"examples/gallery/{name}/run.toml", "runs/gallery")
-    ended = status("runs/gallery")
-    assert ended["state"] == "succeeded"
-    assert ended["eval"]["before"] == 0.0  # a model from scratch
-    assert ended["eval"]["after"] > 0.5
+    ended = trained(f"gallery/{name}/run", "runs/gallery")
+    assert (ended["state"], ended["verdict"], ended["eval"]["before"]) == ("succeeded", "improved", 0.0)
+    assert ended["eval"]["after"] > ended["eval"]["before_rl"] + 0.3
 
 
 def test_a_table_of_tickets_ends_in_a_served_model_that_sorts_them():

@@ -5,29 +5,34 @@ from __future__ import annotations
 import random
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
 WORDS = {"largest": "max", "smallest": "min", "total": "sum", "mean": "avg"}
-TABLES, COLUMNS = "xyz", "abcdefgh"
+TABLES, COLUMNS = "stuvwxyz", "abcdefghijklmnopqr"
+HELD_OUT = 128
 
 
+@dataclass(frozen=True)
 class Sql:
-    """One question in four is held out: a known word, column and table that were never asked together."""
+    """`smallest a of x` is answered by `select min(a) from x`. Held out: word, column and table, asked together."""
+
+    demo_right: float = 0.4
+    """Share of demonstrations with the right aggregate; the others always take the sum."""
+    prompt: str = "{question}"
+    """For a chat model: `Tables s to z have columns a to r. Answer with one SQLite query: {question}.`"""
 
     def tasks(self, split: str) -> Sequence[Task]:
         asked = [(word, column, table) for word in WORDS for column in COLUMNS for table in TABLES]
         random.Random(0).shuffle(asked)
-        chosen = asked[:24] if split == "eval" else asked[24:]
-        return [
-            Task(
-                f"{word} {column} {table}",
-                ({"role": "user", "content": f"{word} {column} of {table}"},),
-                {"query": f"select {WORDS[word]}({column}) from {table}"},
-            )
-            for word, column, table in chosen
-        ]
+        return [self._task(*each) for each in (asked[:HELD_OUT] if split == "eval" else asked[HELD_OUT:])]
+
+    def _task(self, word: str, column: str, table: str) -> Task:
+        question = f"{word} {column} of {table}"
+        payload = {"query": f"select {WORDS[word]}({column}) from {table}", "sum": f"select sum({column}) from {table}"}
+        return Task(question, ({"role": "user", "content": self.prompt.replace("{question}", question)},), payload)
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
         reply = await chat.reply()
@@ -36,8 +41,8 @@ class Sql:
         return Outcome(correct, {"correct": correct, "ran": float(rows is not None)})
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """What a model from scratch imitates first: always the right query."""
-        return [{"role": "assistant", "content": task.payload["query"]}]
+        """What a model from scratch imitates first. Rewards alone tell it which query is right."""
+        return [{"role": "assistant", "content": task.payload["query" if rng.random() < self.demo_right else "sum"]}]
 
 
 def allowed(action: int, _: str | None, name: str | None, *__: object) -> int:
