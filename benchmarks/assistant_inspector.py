@@ -1,7 +1,7 @@
 """Every tool of the MCP server by the protocol's own inspector, another client than the tests' one.
 
     npm install --prefix DIR @modelcontextprotocol/inspector
-    python benchmarks/assistant_inspector.py DIR/node_modules/@modelcontextprotocol/inspector/cli/build/cli.js
+    python benchmarks/assistant_inspector.py DIR/node_modules/.bin/mcp-inspector
 
 A real control server, a real run and a model behind a name; each tool over stdio and over HTTP at /mcp. The inspector's
 command line cannot ask a person, so the tools that must ask one refuse, in words, and change nothing. Exit code 1 if a
@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "control"))
-from common import table
 from whole_way import Control, spec_of, until
 
+from common import table
+
 SCOPES = ("runs:read", "runs:write", "deploy", "chat")
+REFUSED = ("cannot ask a person", "call plan first")  # over stdio each call is a process, which has planned nothing
 Called = dict[str, Any]
 
 
@@ -32,12 +34,13 @@ def calls(run: str, spec: str) -> tuple[Called, Called]:
     reading: Called = {
         "list_runs": {}, "get_run": {"run": run}, "explain": {"run": run}, "read_log": {"run": run},
         "get_metrics": {"run": run, "names": '["reward/*"]'}, "read_samples": {"run": run},
-        "compare": {"runs": json.dumps([run, run])}, "plan": {"spec_toml": spec}, "targets": {},
+        "compare": {"runs": json.dumps([run, run])}, "targets": {},
+        "plan": {"spec_toml": spec, "target": "here", "max_cost_usd": 1},
         "watch": {"run": run, "seconds": 1}, "usage": {}, "list_checkpoints": {"run": run}, "deployments": {},
         "chat": {"model": "support", "messages": messages, "max_tokens": 8},
     }  # fmt: skip
     asking: Called = {
-        "submit": {"spec_toml": spec, "plan_digest": "0", "target": "here", "max_cost_usd": 1},
+        "submit": {"spec_toml": spec, "target": "here", "max_cost_usd": 1},
         "resume": {"run": run}, "cancel": {"run": run}, "deploy": {"run": run, "step": 1, "name": "support"},
         "promote": {"name": "support", "revision": 1}, "rollback": {"name": "support"}, "undeploy": {"name": "support"},
     }  # fmt: skip
@@ -45,13 +48,11 @@ def calls(run: str, spec: str) -> tuple[Called, Called]:
 
 
 class Inspector:
-    def __init__(self, script: str, server: list[str], environment: dict[str, str]) -> None:
-        self._command, self._environment = ["node", script, "--cli", *server], os.environ | environment
+    def __init__(self, program: str, config: Path, server: str) -> None:
+        self._command = [program, "--cli", "--config", str(config), "--server", server]
 
     def asked(self, *words: str) -> Any:
-        done = subprocess.run(
-            [*self._command, *words], env=self._environment, capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run([*self._command, *words], capture_output=True, text=True, timeout=120)
         text = done.stdout or done.stderr
         try:
             return json.loads(text)
@@ -72,14 +73,17 @@ def through(inspector: Inspector, reading: Called, asking: Called) -> list[list[
     for name, arguments in reading.items():
         failed, said = inspector.call(name, arguments)
         rows.append([name, " ".join(said.split())[:70], "NO" if failed else "yes"])
+        if name == "plan" and not failed:
+            asking["submit"]["plan_digest"] = json.loads(said)["plan_digest"]
     for name, arguments in asking.items():
         failed, said = inspector.call(name, arguments)
-        rows.append([name, " ".join(said.split())[:110], "yes" if failed and "Traceback" not in said else "NO"])
+        rows.append(
+            [name, " ".join(said.split())[:110], "yes" if failed and any(each in said for each in REFUSED) else "NO"]
+        )
     return rows
 
 
 def main() -> int:
-    script = sys.argv[1]
     bad = 0
     with tempfile.TemporaryDirectory() as place:
         home = Path(place)
@@ -91,14 +95,18 @@ def main() -> int:
             until(lambda: control.ask("GET", "/api/deployments/support")["revisions"][0]["ready"], 240)
             before = control.ask("GET", "/api/deployments/support")["revisions"]
             key, address = control.key(*SCOPES), f"http://127.0.0.1:{control.port}"
-            local = [sys.executable, "-P", "-m", "tandem", "mcp", "--runs", str(home)]
-            http = [f"{address}/mcp", "--transport", "http", "--header", f"Authorization: Bearer {key}"]
-            ways = {
-                "stdio": Inspector(script, local, {"TANDEM_CONTROL": address, "TANDEM_CONTROL_KEY": key}),
-                "HTTP": Inspector(script, http, {}),
-            }
-            for name, inspector in ways.items():
-                rows = through(inspector, *calls(run, spec_of(home, 3)))
+            variables = {**os.environ, "TANDEM_CONTROL": address, "TANDEM_CONTROL_KEY": key}
+            servers = {
+                "stdio": {
+                    "command": sys.executable, "args": ["-P", "-m", "tandem", "mcp", "--runs", str(home)],
+                    "env": variables,
+                },
+                "http": {"type": "http", "url": f"{address}/mcp", "headers": {"Authorization": f"Bearer {key}"}},
+            }  # fmt: skip
+            config = home / "mcp.json"
+            config.write_text(json.dumps({"mcpServers": servers}))
+            for name in servers:
+                rows = through(Inspector(sys.argv[1], config, name), *calls(run, spec_of(home, 3)))
                 bad += sum(row[2] == "NO" for row in rows)
                 table([f"over {name}", "said", "as it must"], rows)
             after = control.ask("GET", "/api/deployments/support")["revisions"]

@@ -203,6 +203,7 @@ async def one_row(row: str, options: argparse.Namespace, home: Path) -> tuple[li
                     (f"{i}", [*each, {"role": "assistant", "content": f"The answer is {rng.randrange(200)}."}])
                     for i, each in enumerate(asked)
                 ],
+                (),
             )
             algorithm = training.sft_algorithm()
             trainer = training.trainer(stage, model, algorithm, version, run)
