@@ -40,7 +40,10 @@ def test_the_page_is_open_and_holds_nothing(server: OnlineServer):
     text = pages.check_door(url).decode()
     pages.check_policy(url)
     pages.check_source(text)
-    assert text.count("method:") == 1, "it reads, and it asks for an answer"
+    assert text.count("method:") == 2, "it reads, asks for an answer, and goes back to a version after a question"
+    assert text.count("/activate") == 1
+    asked = text.index('at("sure").addEventListener("submit"')
+    assert asked < text.index("/activate") < asked + 400
     with server.connect("none") as stranger:
         for path in ("/train/status", "/versions", "/audit", "/v1/models"):
             assert stranger.get(path).status_code == 401
