@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx2
 import pytest
+from assistant_answers import answering
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
-from mcp_types import ElicitResult
 from whole_way import Control, until
 
 from tandem.assistant.deploying import MODEL
@@ -42,14 +42,6 @@ def ended(control: Control) -> str:
 
 def revisions(control: Control, name: str) -> list[dict[str, Any]]:
     return control.ask("GET", f"/api/deployments/{name}")["revisions"]
-
-
-def answering(action: str, content: Any, asked: list[str]) -> Any:
-    async def answer(_: Any, params: Any) -> ElicitResult:
-        asked.append(params.message)
-        return ElicitResult(action=action, content=content)  # type: ignore[arg-type]
-
-    return answer
 
 
 def with_client(

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import httpx2
 import pytest
+from assistant_answers import answering
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
-from mcp_types import ElicitResult
 from whole_way import Control, spec_of, until
 
 OPENING = {
@@ -41,14 +41,6 @@ def ended(control: Control) -> str:
 
 def url(control: Control) -> str:
     return f"http://127.0.0.1:{control.port}/mcp"
-
-
-def answering(action: str, content: Any, asked: list[str]) -> Any:
-    async def answer(_: Any, params: Any) -> ElicitResult:
-        asked.append(params.message)
-        return ElicitResult(action=action, content=content)  # type: ignore[arg-type]
-
-    return answer
 
 
 def with_client(

@@ -14,6 +14,7 @@ from mcp.server.mcpserver.resolve import Resolve
 from pydantic import BaseModel, Field
 
 from tandem.assistant.calls import ADDS, ASKS, ENDS, READS, TALKS, DeskFor, refused, said, server_at
+from tandem.assistant.desk import Desk
 from tandem.assistant.reading import Row, bounded, quoted
 from tandem.assistant.spending import Yes
 from tandem.client import Tandem
@@ -89,6 +90,11 @@ def _measured(of: Measured) -> Row:
 # --- tools that ask
 
 
+def _named(desk: Desk, name: str) -> DeploymentInfo:
+    with server_at(desk) as server:
+        return server.deployment(name)
+
+
 def _deploy(desk_for: DeskFor) -> Callable[..., Row]:
     @said
     def confirm(
@@ -141,8 +147,7 @@ def _promote(desk_for: DeskFor) -> Callable[..., Row]:
     @said
     def confirm(context: Context, name: str, revision: int) -> Any:
         desk = desk_for(context)
-        with server_at(desk) as server:
-            found = server.deployment(name)
+        found = _named(desk, name)
         wanted = next((each for each in found.revisions if each.n == revision), None)
         if wanted is None:
             raise ToolError(f"revision = {revision}: '{name}' has no such revision; deployments says which there are")
@@ -167,8 +172,7 @@ def _rollback(desk_for: DeskFor) -> Callable[..., Row]:
     @said
     def confirm(context: Context, name: str) -> Any:
         desk = desk_for(context)
-        with server_at(desk) as server:
-            found = server.deployment(name)
+        found = _named(desk, name)
         tried = next((each for each in found.revisions if each.canary), None)
         what = f"Take the canary {name}@{tried.n} away" if tried else f"Undo the last promote of '{name}'"
         command = f"tandem rollback {shlex.quote(name)}"
@@ -189,8 +193,7 @@ def _undeploy(desk_for: DeskFor) -> Callable[..., Row]:
     @said
     def confirm(context: Context, name: str) -> Any:
         desk = desk_for(context)
-        with server_at(desk) as server:
-            found = server.deployment(name)
+        found = _named(desk, name)
         question = f"Take '{name}' down? Its replicas end, and its clients get errors. Now: {_shares(found)}."
         return desk.spending.ask(context, question, f"tandem undeploy {shlex.quote(name)}")
 

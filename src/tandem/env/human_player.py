@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem.env.builtin.split import SPLITS
 from tandem.env.load import load_environment
 from tandem.env.outcome_check import checked
+from tandem.env.scripted_chat import ScriptedReply
 from tandem.errors import EpisodeFailed, SpecError
 from tandem.io.tool_calls import parse_calls
 from tandem.spec.load import load_spec
 from tandem.spec.package_names import is_package
-from tandem.types import Message, Outcome, ToolCall
-
-
-@dataclass(frozen=True)
-class TypedReply:
-    text: str
-    truncated: bool = False
-    tool_calls: Sequence[ToolCall] = ()
+from tandem.types import Message, Outcome
 
 
 class HumanChat:
@@ -47,14 +40,14 @@ class HumanChat:
             spoken: Message = {"role": "user", "content": message} if isinstance(message, str) else message
             self._tell(f"{spoken['role']:>9}> {spoken['content']}")
 
-    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> TypedReply:
+    async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ScriptedReply:
         try:
             text = self._ask(f"{'you':>9}> ")
         except EOFError as error:
             raise EpisodeFailed("raised", "the input ended before the episode did") from error
         cut = min((text.find(mark) for mark in stop if mark in text), default=len(text))
         said, calls = parse_calls(text[:cut]) if self._offers else (text[:cut], [])
-        return TypedReply(said, tool_calls=calls)
+        return ScriptedReply(said, tool_calls=calls)
 
     async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
         self.say(*messages)

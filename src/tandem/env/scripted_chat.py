@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScriptedReply:
+    """A reply that no model sampled."""
+
     text: str
     truncated: bool = False
     tool_calls: Sequence[ToolCall] = ()

@@ -239,11 +239,8 @@ def _to_tensors(rows: list[_PackedRow], device: torch.device) -> MicroBatch:
     def by_rows(pieces: _Pieces) -> Tensor:
         return pieces.tensor().view(len(rows), columns.width)
 
-    segments_BT, parents_BT, reference_N = (
-        by_rows(columns.segments),
-        by_rows(columns.parents),
-        columns.reference.tensor(),
-    )
+    segments_BT, parents_BT = by_rows(columns.segments), by_rows(columns.parents)
+    reference_N = on_device(columns.reference)
     return MicroBatch(
         by_rows(columns.ids).to(device),
         by_rows(columns.positions).to(device),
@@ -258,5 +255,5 @@ def _to_tensors(rows: list[_PackedRow], device: torch.device) -> MicroBatch:
         on_device(columns.lengths),
         on_device(columns.sequences),
         torch.tensor(columns.groups).to(device),
-        reference_N.to(device) if len(reference_N) else None,
+        reference_N if len(reference_N) else None,
     )
