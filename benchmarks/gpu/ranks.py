@@ -46,6 +46,7 @@ PEAK_FLOPS = 989e12
 WARM = 6
 OUT = Path(os.environ.get("OUT", "."))
 LONGEST = 2000
+MOMENTS = ["step", "save", "publish"]
 
 
 def lengths_of(count: int) -> list[int]:
@@ -203,7 +204,10 @@ def sft(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
             row["times"] = row["tokens_s"] / first
     for path in sorted(OUT.glob("sft-*-trace.json")):
         parts = json.loads(path.read_text())
-        print(path.name, *(f"{name} {value:.3f}" for name, value in parts.items() if name != "kernels"))
+        print(path.name, *(f"{name} {value:.3f}" for name, value in parts.items() if isinstance(value, float)))
+        print("  memory asked of the driver, before and after:", parts["memory"])
+        for gap in parts["gaps"][:12]:
+            print(f"  no kernel for {gap['ms']:.1f} ms at {gap['at_s']:.3f} s: {gap['host_ms']}")
     print(f"\nSFT {asked.shape}, {asked.rows} rows a GPU, {asked.optimizer}, lora={asked.lora}")
     head = ("ranks", "step", "tokens/s", "times", "MFU", "peak GiB", "imbalance", "loss")
     table(
@@ -274,7 +278,8 @@ def kill(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
     """The last rank gets SIGKILL in a step, in a save, and in a publish; each run is resumed on as many, and on one."""
     ranks = max(asked.ranks)
     found: list[dict[str, Any]] = []
-    for moment, number_of_steps in (("step", 12), ("save", 12), ("publish", 6)):
+    for moment in asked.moments:
+        number_of_steps = 6 if moment == "publish" else 12
         directory = home / f"kill-{moment}"
         spec = spec_of(asked, home, ranks, steps=number_of_steps)
         spec["checkpoint"] = {"every": 2, "keep_last": 1}
@@ -286,7 +291,9 @@ def kill(asked: argparse.Namespace, home: Path) -> list[dict[str, Any]]:
         if moment == "publish":
             (home / "sent").mkdir()
             spec = publishing(spec, home)
-        found += killed_in(moment, spec, directory, ranks, under_way, asked.limit_s)
+        rows = killed_in(moment, spec, directory, ranks, under_way, asked.limit_s)
+        print(*rows, sep="\n", flush=True)
+        found += rows
         shutil.rmtree(directory, ignore_errors=True)
     print(f"\nA killed rank of {ranks}, {asked.shape}")
     table(
@@ -429,6 +436,7 @@ def main() -> None:
     parser.add_argument("--activations", default="selective")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--hosts", type=int, default=1, help="bytes: also the most ranks as so many hosts")
+    parser.add_argument("--moments", nargs="+", default=MOMENTS, choices=MOMENTS, help="kill: when a rank is killed")
     parser.add_argument("--again", action="store_true", help="bytes: one rank twice first")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--lora", action="store_true")

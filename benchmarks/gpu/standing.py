@@ -68,12 +68,12 @@ def standing(
     command = run_engines.engine_command(
         spec, device=device, dtype="bfloat16", thinking=False, directory=home, readable=[home.parent, memory_backed()]
     )
-    gpus, started = spec.gpus_of(0), time.perf_counter()
+    started = time.perf_counter()
     child = Child(
         [*command(str(checkpoint), 0, home / "ready.json"), *more],
         ready_file=home / "ready.json",
         log=home / "engine.log",
-        environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {},
+        environment=dict(run_engines.gpu_environment(spec, 0, device)),
     )
     try:
         ready = child.wait_ready(spec.start_deadline_s)

@@ -16,6 +16,7 @@ Private parts of FSDP2 are used in this file only:
 from __future__ import annotations
 
 import copy
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -84,6 +85,7 @@ class Rows:
         self.whole: list[tuple[str, Tensor]] = []
         """Trained tensors that are on every rank."""
         self._leaf = LeafSum(())
+        self._unread: Tensor | None = None
 
     def another(self) -> Rows:
         """For a second module on the same ranks."""
@@ -188,6 +190,13 @@ class Rows:
         self._tick()
         self.hosts.add_up(of_this_host, self._hosts_present, self._tree)
 
+    def unread(self, count: int, device: torch.device) -> Tensor:
+        """Return memory for what FSDP2 takes for its own sums, of any unit: nothing writes or reads it."""
+        if self._unread is None or len(self._unread) < count:
+            dtype = self.local[0].tensor.dtype  # with another one FSDP2 would make a copy
+            self._unread = torch.empty(count, dtype=dtype, device=device)
+        return self._unread[:count]
+
     def _sum_of_whole(self) -> dict[str, Tensor]:
         taken = self._leaf.sums()
         flat = torch.cat([taken.get(name, torch.zeros_like(each)).float().flatten() for name, each in self.whole])
@@ -243,25 +252,45 @@ class Rows:
 
 
 class _OrderedSum(ReduceScatter):
-    """Sends each rank its rows, and adds the received parts in the order of ranks, so that the sum is reproducible."""
+    """Sends each rank its rows, and adds the received parts in the order of ranks, so that the sum is reproducible.
+
+    FSDP2 runs it on a stream of its own, and memory that is allocated there serves that stream alone: gradients that
+    have been sent would leave room that the sums cannot use, and on a GPU that is nearly full the allocator would give
+    all of it back to the driver in every step. So the sums take memory of the stream that computes.
+    """
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self.kept: Tensor | None = None
+        self._asked = 0
+        self._computes: Any = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        """FSDP2 asks for what is sent, where gradients are computed; then for its own sum, which nothing reads."""
+        count = math.prod(size)
+        if not self._asked:
+            self._asked = count
+            self._computes = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            return torch.empty(*size, dtype=dtype, device=device)
+        assert count * self._rows.hosts.row_shards == self._asked, "FSDP2 asks for memory otherwise than for two sums"
+        self._asked = 0
+        if self._rows.hosts.row_shards == 1:  # then it is what this rank has (between_hosts)
+            return torch.empty(*size, dtype=dtype, device=device)
+        return self._rows.unread(count, device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         self._rows._tick()
-        received = torch.empty_like(input_tensor)
+        with torch.cuda.stream(self._computes):  # it has done what used that memory before: FSDP2 has waited for it
+            received = torch.empty_like(input_tensor)
+            self.kept = received.new_empty(received.numel() // group.size(), dtype=torch.float32)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = list(received.view(group.size(), -1))
-        self.kept = received.new_empty(parts[0].numel(), dtype=torch.float32)
         for into, *those in zip(*(each.split(_AT_ONCE) for each in (self.kept, *parts)), strict=True):
             into.copy_(self._rows.added([part.float() for part in those]))
+        if received.is_cuda:
+            received.record_stream(torch.cuda.current_stream())
 
     def between_hosts(self, output_tensor: Tensor) -> None:
         """FSDP2 calls it after the above; with one rank on a host, instead of it, with this rank's gradients."""
