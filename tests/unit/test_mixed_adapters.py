@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.engine.hf import mixed_adapters
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import EngineError, SyncError
 from tandem.model.presets import make_model
@@ -57,7 +58,9 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> Any:
     return whole
 
 
-def test_each_row_answers_as_its_adapter_alone_would(base: Any):
+@pytest.mark.parametrize("most_columns", [0, 2**16])
+def test_each_row_answers_as_its_adapter_alone_would(base: Any, most_columns: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mixed_adapters, "_COLUMNS", {"cpu": most_columns})
     module, adapters = copy.deepcopy(base), {name: adapter(base, name) for name in ("a", "b")}
     adapters["c"] = adapter(base, "c", "mlp")  # fewer layers, another rank
     prompt, sampling = [5, 6, 7, 8], Sampling(12, seed=4)

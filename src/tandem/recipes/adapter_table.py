@@ -67,7 +67,7 @@ class AdapterTable:
         if (self._fixed or self._file) and not hasattr(engine, "put_adapter"):
             raise SpecError("adapters: several engines (engine.replicas) serve no adapters beside a base")
         for name, source in self._fixed.items():
-            await self._put(name, source)
+            await self.put(name, source)
 
     async def follow(self) -> None:
         """Begin to follow the file."""
@@ -100,14 +100,15 @@ class AdapterTable:
             told[name] = ""
             if self._sources.get(name) != source:
                 try:
-                    await self._put(name, source)
+                    await self.put(name, source)
                 except (TandemError, OSError) as error:
                     told[name] = str(error)
                     _log.error("adapter %s: %s", name, error)
         atomic_write.write_json(file.with_name(file.name + TOLD), told)
         self._text = text
 
-    async def _put(self, name: str, source: str) -> None:
+    async def put(self, name: str, source: str) -> None:
+        """Serve an adapter under a name. RunError, SyncError or Unproven if it cannot be served."""
         path, version = await asyncio.to_thread(find_adapter, source)
         read = await asyncio.to_thread(served_adapters.read_adapter, path)
         await asyncio.to_thread(find_adapter, source)

@@ -25,7 +25,16 @@ class HookedAdapter:
         self._hooks: list[Any] = []
 
     def check(self, arrived: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-        """Raise SyncError unless the tensors are an adapter of this module."""
+        """Raise SyncError unless the tensors are an adapter of this module, and finite."""
+        self.check_shapes(arrived, config)
+        finite = Finite()
+        for name, tensor in arrived.items():
+            finite.add(name, tensor)
+        if odd := finite.odd():
+            raise SyncError(f"adapter: '{odd[0]}' is not finite")
+
+    def check_shapes(self, arrived: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+        """Raise SyncError unless the tensors fit this module's layers."""
         rank = config.get("r")
         if not arrived:
             raise SyncError("the adapter that arrived is empty: only the base would be served")
@@ -41,11 +50,6 @@ class HookedAdapter:
                 raise SyncError(f"adapter: '{owner}' has matrices of shapes {found}; rank {rank} needs {wanted} here")
         if len(arrived) != 2 * len(owners):
             raise SyncError(f"adapter: {len(arrived)} tensors for {len(owners)} layers: some are of another kind")
-        finite = Finite()
-        for name, tensor in arrived.items():
-            finite.add(name, tensor)
-        if odd := finite.odd():
-            raise SyncError(f"adapter: '{odd[0]}' is not finite")
 
     def use(self, tensors: Mapping[str, Tensor]) -> None:
         if tensors.keys() != self._held.keys():

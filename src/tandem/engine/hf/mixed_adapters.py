@@ -1,15 +1,25 @@
 """Serve several LoRA adapters of one base in the same forward pass: each row of a batch has one adapter, or none.
 
-Shapes: R rows of a batch, T tokens of a row, K adapters in a batch, M most rows of one of them, N adapters in memory.
-Forward hooks on the linear layers add the matrices' output. The matrices of a layer are stacked, so that a layer costs
-two products for the whole batch, whatever the number of adapters. Names are PEFT's, as in lora_hooks.py; B is scaled
+Forward hooks on the linear layers add the matrices' output. The matrices of all adapters are stacked, and those of
+layers with one input (q, k and v) lie side by side: their first products are one. An adapter is written into a free
+slot of the stacks, and its fingerprints are taken of that memory. Names are PEFT's, as in lora_hooks.py; B is scaled
 already.
+
+A product is computed in one of two ways:
+- grid: the rows are put into a grid of adapters, and each adapter's rows are multiplied with its matrices alone. If the
+  batch is in the grid's order already, a product is one launch. Otherwise rows are gathered and added up one by one.
+- columns: every row is multiplied with all adapters' matrices, and what is not of its own adapter is set to zero
+  between the two products. Fewer launches than the grid for any order of rows, but the arithmetic grows with the number
+  of adapters. For few rows on a GPU, where a launch takes longer than the arithmetic.
+
+Shapes: R rows of a batch, T tokens of a row, K adapters in a batch, M most rows of one of them, C slots of the stacks,
+L layers with one input, E rank of the stacks, I inputs and O outputs of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,18 +28,38 @@ from torch import Tensor
 
 from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.errors import EngineError, SyncError
-from tandem.ops.digest import fingerprints
+from tandem.ops.digest import all_at_once
 from tandem.types import Fingerprints
+
+_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_COLUMNS = {"cuda": 2**16}  # most numbers between the two products of `columns`; elsewhere a launch costs little
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The stacks of layers with one input. E is the largest rank; smaller ranks are filled up with zeros, and so is an
+    adapter without a layer."""
+
+    owners: tuple[str, ...]
+    a_ILCE: Tensor
+    b_LCEO: list[Tensor]
+    b_LFO: list[Tensor]
+    """The same memory, as [C * E, O]."""
+    chosen: tuple[int, ...] = ()
+    """Slots that `some` is of."""
+    some: tuple[list[Tensor], list[Tensor]] | None = None
+    """A and B of each layer, as [K, I, E] and [K, E, O]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Which row has which adapter. `alone`: all rows have this one. Otherwise rows are put into a grid [K, M]."""
+    """Which row has which adapter."""
 
     names_R: tuple[str, ...]
-    alone: int | None = None
-    slots: tuple[int, ...] = ()
-    """Of the K adapters, among those in memory."""
+    slots: tuple[int, ...]
+    """Of the K adapters."""
+    is_other_RC: Tensor | None = None
+    """For `columns`: whether a slot is not of the row's adapter."""
     rows_KM: Tensor | None = None
     """The row in each place of the grid; None: the rows are in the grid's order already."""
     filled: Tensor | None = None
@@ -38,58 +68,156 @@ class _Plan:
     """The rows of these places."""
 
 
+@dataclass(slots=True)
+class _Stacks:
+    capacity: int = 0
+    rank: int = 0
+    dtype: torch.dtype = torch.float32
+    groups: list[_Group] = field(default_factory=list[_Group])
+    places: dict[str, tuple[_Group, int]] = field(default_factory=dict[str, tuple[_Group, int]])
+    """By layer: its group, and its place there."""
+
+
 class MixedAdapters:
     def __init__(self, module: Any) -> None:
-        self._module, self._checks = module, HookedAdapter(module)
+        self._checks = HookedAdapter(module)
         self._device = next(module.parameters()).device
-        self._held: dict[str, Mapping[str, Tensor]] = {}
-        self._stacks: dict[str, tuple[Tensor, Tensor]] = {}
-        """A as [N, in, rank] and B as [N, rank, out], by layer."""
+        self._most_columns = _COLUMNS.get(self._device.type, 0)
+        self._stacks = _Stacks()
+        self._slots: dict[str, int] = {}
         self._hooks: list[Any] = []
-        self._some_slots: tuple[int, ...] = ()
-        self._some: dict[str, tuple[Tensor, Tensor]] = {}
         self._plan: _Plan | None = None
+        self._group: _Group | None = None
+        self._input: Tensor | None = None
+        """The group of the last layer, and its input in this pass. What its layers share:"""
+        self._a_L: Sequence[Tensor] = ()
+        self._b_L: Sequence[Tensor] = ()
+        self._grid: Any = None
+        self._own_L: Sequence[Tensor] = ()
+        """For `columns`: the first products. Empty for a grid."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._held)
+        return tuple(self._slots)
 
+    # --- adapters
+
+    @torch.no_grad()
     def put(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Fingerprints) -> None:
-        """Hold an adapter under a name, in place of one before. SyncError, and nothing changes, unless it fits and is
-        what was sent."""
-        self._checks.check(tensors, config)
-        own = {key: tensor.to(self._device, copy=True) for key, tensor in tensors.items()}
-        found = fingerprints(own)
-        if odd := [key for key in found if found[key] != expected.get(key)]:
-            raise SyncError(f"adapter '{name}': '{odd[0]}' is not what was sent; it is not served")
-        self._restack({**self._held, name: own})
+        """Hold an adapter under a name, in place of one before. SyncError, and nothing that is served changes, unless
+        it fits and is what was sent."""
+        self._checks.check_shapes(tensors, config)
+        if odd := {str(tensor.dtype) for tensor in tensors.values()} - {str(self._stacks.dtype)}:
+            raise SyncError(f"adapter '{name}': its matrices are {min(odd)}; this engine takes {self._stacks.dtype}")
+        owners = {_owner(key) for key in tensors}
+        free = self._free_slot(owners, rank := int(config["r"]))
+        views = self._views(tensors, free, rank)
+        for key, view in views.items():
+            view.copy_(tensors[key], non_blocking=True)
+        found, not_finite = all_at_once(views.items())
+        try:
+            if not_finite:
+                raise SyncError(f"adapter '{name}': '{not_finite[0]}' is not finite")
+            if odd := [key for key in found if found[key] != expected.get(key)]:
+                raise SyncError(f"adapter '{name}': '{odd[0]}' is not what was sent; it is not served")
+        except SyncError:
+            self._clear(free)
+            raise
+        old, self._slots[name], self._plan = self._slots.get(name), free, None
+        if old is not None:
+            self._clear(old)
 
+    @torch.no_grad()
     def drop(self, name: str) -> None:
-        self._restack({key: tensors for key, tensors in self._held.items() if key != name})
+        self._plan = None
+        if (slot := self._slots.pop(name, None)) is not None:
+            self._clear(slot)
+
+    def _views(self, keys: Iterable[str], slot: int, rank: int) -> dict[str, Tensor]:
+        """Return an adapter's tensors as they lie in a slot."""
+        views = dict[str, Tensor]()
+        for key in keys:
+            group, at = self._stacks.places[owner := _owner(key)]
+            if key == f"{owner}.lora_A.weight":
+                views[key] = group.a_ILCE[:, at, slot, :rank].T
+            else:
+                views[key] = group.b_LCEO[at][slot, :rank].T
+        return views
+
+    def _clear(self, slot: int) -> None:
+        for group in self._stacks.groups:
+            group.a_ILCE[:, :, slot].zero_()
+            for b_CEO in group.b_LCEO:
+                b_CEO[slot].zero_()
+            group.some = None
+
+    def _free_slot(self, owners: set[str], rank: int) -> int:
+        """Return a slot of zeros; the stacks grow first if they have none, or lack a layer or the rank."""
+        stacks, taken = self._stacks, set(self._slots.values())
+        free = next((slot for slot in range(stacks.capacity) if slot not in taken), stacks.capacity)
+        missing = owners - stacks.places.keys()
+        if missing or free == stacks.capacity or rank > stacks.rank:
+            capacity = stacks.capacity if free < stacks.capacity else max(1, 2 * stacks.capacity)
+            self._grow(stacks.places.keys() | owners, capacity, max(rank, stacks.rank))
+        for group in self._stacks.groups:
+            group.some = None
+        return free
+
+    def _grow(self, owners: set[str], capacity: int, rank: int) -> None:
+        old, self._stacks = self._stacks, _Stacks(capacity, rank, self._stacks.dtype)
+        for together in _grouped(owners):
+            layers = [self._checks.layer(owner) for owner in together]
+            group = _Group(
+                together,
+                self._zeros(layers[0].in_features, len(layers), capacity, rank),
+                b_LCEO := [self._zeros(capacity, rank, layer.out_features) for layer in layers],
+                [b_CEO.flatten(0, 1) for b_CEO in b_LCEO],
+            )
+            for at, owner in enumerate(together):
+                self._stacks.places[owner] = group, at
+                if owner in old.places:
+                    theirs, there = old.places[owner]
+                    group.a_ILCE[:, at, : old.capacity, : old.rank] = theirs.a_ILCE[:, there]
+                    group.b_LCEO[at][: old.capacity, : old.rank] = theirs.b_LCEO[there]
+            self._stacks.groups.append(group)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            self._checks.layer(owner).register_forward_hook(partial(self._add, owner, group, at))
+            for owner, (group, at) in self._stacks.places.items()
+        ]
+        self._plan = None
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._stacks.dtype, device=self._device)
+
+    # --- passes
 
     def plan(self, names: Sequence[str]) -> None:
-        """Say which adapter each row of the next passes has; empty: none."""
+        """Say which adapter each row of the next pass has; empty: none."""
         names_R = tuple(names)
+        self._group = self._input = None  # the next pass may write its input into the same tensor
         if not any(names_R):
             self._plan = None
         elif self._plan is None or self._plan.names_R != names_R:
             self._plan = self._planned(names_R)
 
     def _planned(self, names_R: tuple[str, ...]) -> _Plan:
-        slot_of = {name: slot for slot, name in enumerate(self._held)}
         rows_of = dict[int, list[int]]()
         for row, name in enumerate(names_R):
             if name:
-                rows_of.setdefault(slot_of[name], []).append(row)
+                rows_of.setdefault(self._slots[name], []).append(row)
         slots, most = tuple(sorted(rows_of)), max(map(len, rows_of.values()))
-        if len(slots) == 1 and all(names_R):
-            return _Plan(names_R, alone=slots[0])
         grid = [row for slot in slots for row in rows_of[slot] + [-1] * (most - len(rows_of[slot]))]
         if grid == list(range(len(names_R))):
-            return _Plan(names_R, slots=slots)
+            return _Plan(names_R, slots)
+        capacity, is_other_RC = self._stacks.capacity, None
+        if len(names_R) * capacity * self._stacks.rank <= self._most_columns:
+            slot_R = self._tensor([self._slots.get(name, -1) for name in names_R])
+            is_other_RC = slot_R[:, None] != torch.arange(capacity, device=self._device)
         filled = [place for place, row in enumerate(grid) if row >= 0]
         return _Plan(
-            names_R, slots=slots, rows_KM=self._tensor([max(0, row) for row in grid]),
+            names_R, slots, is_other_RC=is_other_RC, rows_KM=self._tensor([max(0, row) for row in grid]),
             filled=None if len(filled) == len(grid) else self._tensor(filled),
             targets=self._tensor([grid[place] for place in filled]),
         )  # fmt: skip
@@ -97,57 +225,72 @@ class MixedAdapters:
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
 
-    def _stacks_of(self, owner: str, slots: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return the matrices of the adapters in a batch. They are kept until a batch has others."""
-        whole = self._stacks[owner]
-        if len(slots) == len(self._held):
-            return whole
-        if self._some_slots != slots:
-            self._some_slots, self._some = slots, {}
-        if owner not in self._some:
-            chosen = self._tensor(slots)
-            self._some[owner] = whole[0][chosen], whole[1][chosen]
-        return self._some[owner]
-
-    def _restack(self, held: dict[str, Mapping[str, Tensor]]) -> None:
-        owners = sorted(
-            {key.removesuffix(".lora_A.weight") for each in held.values() for key in each if ".lora_A." in key}
-        )
-        stacks = {owner: self._stacked(owner, list(held.values())) for owner in owners}
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [self._checks.layer(owner).register_forward_hook(partial(self._add, owner)) for owner in owners]
-        self._held, self._stacks, self._plan = held, stacks, None
-        self._some_slots, self._some = (), {}
-
-    def _stacked(self, owner: str, held: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return the matrices of a layer; smaller ranks are filled up with zeros, and so is an adapter without it."""
-        layer, of_layer = self._checks.layer(owner), f"{owner}.lora_A.weight"
-        some = next(each[of_layer] for each in held if of_layer in each)
-        rank = max(each[of_layer].shape[0] for each in held if of_layer in each)
-        a_NIR = torch.zeros(len(held), layer.in_features, rank, dtype=some.dtype, device=self._device)
-        b_NRO = torch.zeros(len(held), rank, layer.out_features, dtype=some.dtype, device=self._device)
-        for number, each in enumerate(held):
-            if (a := each.get(of_layer)) is not None:
-                a_NIR[number, :, : a.shape[0]] = a.T
-                b_NRO[number, : a.shape[0]] = each[f"{owner}.lora_B.weight"].T
-        return a_NIR, b_NRO
-
-    def _add(self, owner: str, _layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def _add(
+        self, owner: str, group: _Group, at: int, _layer: Any, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
         if (plan := self._plan) is None:
             return output
-        x_RTI = inputs[0]
-        if x_RTI.dim() != 3 or x_RTI.shape[0] != len(plan.names_R):
-            raise EngineError(f"adapter: '{owner}' does not see the rows of the batch, so it cannot tell them apart")
-        if plan.alone is not None:
-            a_NIR, b_NRO = self._stacks[owner]
-            return output + (x_RTI.to(a_NIR.dtype) @ a_NIR[plan.alone] @ b_NRO[plan.alone]).to(output.dtype)
-        a_KIR, b_KRO = self._stacks_of(owner, plan.slots)
-        grid = (x_RTI if plan.rows_KM is None else x_RTI[plan.rows_KM]).to(a_KIR.dtype)
-        narrow = torch.bmm(grid.reshape(len(a_KIR), -1, grid.shape[-1]), a_KIR)
-        if plan.targets is None and output.dtype == b_KRO.dtype:
-            return torch.baddbmm(output.view(len(b_KRO), -1, output.shape[-1]), narrow, b_KRO).view(output.shape)
-        wide = torch.bmm(narrow, b_KRO).reshape(-1, *output.shape[1:]).to(output.dtype)
+        if self._input is not inputs[0] or self._group is not group:
+            if (x_RTI := inputs[0]).dim() != 3 or x_RTI.shape[0] != len(plan.names_R):
+                raise EngineError(
+                    f"adapter: '{owner}' does not see the rows of the batch, so it cannot tell them apart"
+                )
+            self._input, self._group = x_RTI, group
+            self._first(plan, group, x_RTI.to(self._stacks.dtype))
+        if output.dtype == self._stacks.dtype:
+            self._second(plan, at, output)
+            return output
+        self._second(plan, at, added := torch.zeros_like(output, dtype=self._stacks.dtype))
+        return output + added.to(output.dtype)
+
+    def _first(self, plan: _Plan, group: _Group, x_RTI: Tensor) -> None:
+        """Compute what all layers of a group share."""
+        rows, tokens, inputs = x_RTI.shape
+        _, layers, capacity, rank = group.a_ILCE.shape
+        self._own_L = ()
+        if plan.is_other_RC is not None and rows * tokens * capacity * rank <= self._most_columns:
+            own_NLCE = (x_RTI.reshape(-1, inputs) @ group.a_ILCE.view(inputs, -1)).view(-1, layers, capacity, rank)
+            is_other_NC = plan.is_other_RC if tokens == 1 else plan.is_other_RC.repeat_interleave(tokens, 0)
+            own_NLCE.masked_fill_(is_other_NC[:, None, :, None], 0.0)
+            self._own_L, self._b_L = own_NLCE.flatten(2).unbind(1), group.b_LFO
+        else:
+            self._a_L, self._b_L = self._some(group, plan.slots)
+            grid = x_RTI if plan.rows_KM is None else x_RTI[plan.rows_KM]
+            self._grid = grid.reshape(len(plan.slots), -1, inputs)
+
+    def _second(self, plan: _Plan, at: int, output: Tensor) -> None:
+        """Add a layer's adapters to its output, in place."""
+        size = output.shape[-1]
+        if self._own_L:
+            output.view(-1, size).addmm_(self._own_L[at], self._b_L[at])
+            return
+        narrow = torch.bmm(self._grid, self._a_L[at])
         if plan.targets is None:
-            return output + wide
-        return output.index_add(0, plan.targets, wide if plan.filled is None else wide[plan.filled])
+            output.view(len(plan.slots), -1, size).baddbmm_(narrow, self._b_L[at])
+            return
+        wide = torch.bmm(narrow, self._b_L[at]).view(-1, *output.shape[1:])
+        output.index_add_(0, plan.targets, wide if plan.filled is None else wide[plan.filled])
+
+    def _some(self, group: _Group, slots: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the matrices of the adapters in a batch. Copies are kept until a batch has others."""
+        if group.some is None or group.chosen != slots:
+            a_LCIE, b_LCEO = list(group.a_ILCE.permute(1, 2, 0, 3).unbind()), group.b_LCEO
+            if slots != tuple(range(self._stacks.capacity)):
+                chosen = self._tensor(slots)
+                a_LCIE, b_LCEO = ([matrix[chosen] for matrix in side] for side in (a_LCIE, b_LCEO))
+            group.chosen, group.some = slots, (a_LCIE, b_LCEO)
+        return group.some
+
+
+def _owner(key: str) -> str:
+    return key.removesuffix(".weight").rpartition(".")[0]
+
+
+def _grouped(owners: set[str]) -> list[tuple[str, ...]]:
+    """Return the layers, those with one input together."""
+    groups = dict[tuple[str, str], list[str]]()
+    for owner in sorted(owners):
+        parent, _, last = owner.rpartition(".")
+        kin = next((names[0] for names in _ONE_INPUT if last in names), last)
+        groups.setdefault((parent, kin), []).append(owner)
+    return [tuple(group) for group in groups.values()]
