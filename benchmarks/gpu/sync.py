@@ -5,6 +5,11 @@ serve`, and VERSIONS versions whose weights differ. Each must be proven (digests
 a batch sampled afterwards must agree with the trainer about its logprobs; a batch of the version before, scored with
 this one, shows what a stale engine would look like. Details, and logs of what failed, go to $OUT. `--backend` forces
 the way that `broadcast` and `adapter_broadcast` take, which `auto` chooses; under `ipc` all is on one GPU.
+
+`shared:2` is a trainer of two ranks on the GPUs of vLLM's two workers, which really trains: each version is a step on
+the batch that was sampled before. Also reported: how long requests waited (the flip), what all GPUs had less while a
+version was published, as a share of the weights, and what the trainer's GPU 0 had allocated before and after its
+weights became the engine's.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import os
 import shutil
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +29,20 @@ import torch
 
 from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import TandemError
+from tandem.ops.memory_meter import DeviceMemory
+from tandem.recipes.crew import crew_of
 from tandem.recipes.random_checkpoints import random_checkpoint
-from tandem.spec.load import parse_spec
-from tandem.types import Proof, Sampling
+from tandem.spec.load import parse_spec, to_toml
+from tandem.types import Proof, Sampling, Trajectory
 
 VERSIONS, PROMPTS, TOKENS = 4, 16, 48
+OF_RANKS = 9
+"""Versions of a trainer of several ranks."""
 
 
-def spec_of(mode: str, backend: str, tensor_parallel: int, checkpoint: Path, python: str) -> Any:
+def spec_of(
+    mode: str, backend: str, tensor_parallel: int, checkpoint: Path, python: str, *, digest: bool = False
+) -> Any:
     engine: dict[str, Any] = {
         "kind": "vllm", "python": python, "max_context": 512, "memory_share": 0.4, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
@@ -39,15 +51,26 @@ def spec_of(mode: str, backend: str, tensor_parallel: int, checkpoint: Path, pyt
     sync: dict[str, Any] = {"bridge": mode, "retries": 0, "deadline_s": 120.0}
     if mode in ("broadcast", "adapter_broadcast"):
         sync["backend"] = backend
+    if mode == "shared":
+        sync["digest"] = digest
     model: dict[str, Any] = {"path": str(checkpoint)}
+    train: dict[str, Any] = {
+        "steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8, "max_lag": 1,
+    }  # fmt: skip
+    ranks = tensor_parallel if mode == "shared" else 1
     if mode.startswith("adapter"):
         model["lora"] = {"rank": 16}
+    if ranks > 1:
+        model["activations"] = "selective"
+        train |= {
+            "steps": OF_RANKS, "lr": 2e-3, "max_lag": 0, "max_logprob_gap": 1.0, "micro_tokens": 2048,
+            "optimizer": {"kind": "adamw_8bit"},
+        }  # fmt: skip
     return parse_spec(
         {
             "recipe": "rl", "name": "sync", "device": "cuda", "deterministic": False, "model": model,
             "precision": {"weights": "bfloat16"}, "environment": {"name": "guess"}, "engine": engine,
-            "sync": sync,
-            "train": {"steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 8, "max_lag": 1},
+            "sync": sync, "parallel": {"ranks": ranks, "deadline_s": 240.0}, "train": train,
         }
     )  # fmt: skip
 
@@ -79,29 +102,60 @@ def difference(trainer: Any, played: list[tuple[list[int], int, list[float]]]) -
     )
 
 
+def step(trainer: Any, make: Any, played: list[tuple[list[int], int, list[float]]]) -> None:
+    """Of all ranks, on what was sampled with the version before."""
+    group = [
+        Trajectory(
+            ids, [at >= first for at in range(len(ids))], [0.0] * first + logprobs,
+            [-1] * first + [trainer.version] * len(logprobs), reward=float(number % 2),
+        )
+        for number, (ids, first, logprobs) in enumerate(played)
+    ]  # fmt: skip
+    row = trainer.step(make([group], trainer.version))
+    assert not row["train/set_aside"], row
+
+
 async def check(
-    mode: str, backend: str, tensor_parallel: int, checkpoint: Path, python: str, home: Path
+    mode: str, backend: str, tensor_parallel: int, checkpoint: Path, python: str, home: Path, *, digest: bool
 ) -> dict[str, Any]:
-    spec = spec_of(mode, backend, tensor_parallel, checkpoint, python)
+    spec = spec_of(mode, backend, tensor_parallel, checkpoint, python, digest=digest)
     torch.cuda.empty_cache()
-    model = training.run_model(spec, None)
-    joined = run_engines.join(spec, model, home)
+    home.mkdir(parents=True)
+    (home / "spec.toml").write_text(to_toml(spec))  # the other ranks read it
+    with ExitStack() as stack:
+        return await of_crew(spec, mode, tensor_parallel, home, stack.enter_context(crew_of(spec, home)))
+
+
+async def of_crew(spec: Any, mode: str, tensor_parallel: int, home: Path, crew: Any) -> dict[str, Any]:
+    """`crew`: where several ranks train."""
+    model = training.run_model(spec, crew)
+    joined = run_engines.join(spec, model, home, crew=crew)
     proofs: list[Proof] = []
     meetings: list[Any] = []
     publisher = run_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
-    trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, 0)
+    algorithm = training.algorithm(spec.algorithm, 8)
+    trainer = training.trainer(spec.train, model, algorithm, 0, 0)
+    make = training.batches(spec.train, model, algorithm)
+    extra_bytes: list[int] = []
     gaps: list[float] = []
     stale: list[float] = []
     played: Any = []  # under the version before
     started = time.perf_counter()
     try:
+        allocated = [torch.cuda.memory_allocated()]
         await publisher.publish(trainer)
         ready = time.perf_counter() - started
-        for version in range(VERSIONS):
+        allocated.append(torch.cuda.memory_allocated())
+        for version in range(VERSIONS if crew is None else OF_RANKS):
             if version:
                 await publisher.rest(trainer)
-                move(model, trainer)
-                await publisher.publish(trainer)
+                if crew is None:
+                    move(model, trainer)
+                else:
+                    await asyncio.to_thread(step, trainer, make, played)
+                with DeviceMemory() as devices:
+                    await publisher.publish(trainer)
+                extra_bytes.append(devices.extra_bytes)
                 stale.append(difference(trainer, played))
             mean, played = await gap(joined.engine, trainer, version)
             gaps.append(mean)
@@ -110,7 +164,8 @@ async def check(
         joined.bridge.close()
     last = proofs[-1]
     (engine,) = meetings[0]["engines"]
-    names = {name for name, _ in trainer.export("full").tensors()}
+    names = {part.name for part in trainer.export("full" if crew is None else "live").parts()}
+    weight_bytes = 2 * sum(parameter.numel() for parameter in model.policy.module.parameters())
     return {
         "mode": mode, "tp": tensor_parallel, "verified": last.verified, "proofs": len(proofs),
         "transport": dict(last.transport), "tensors": last.tensors,
@@ -120,6 +175,9 @@ async def check(
         "ms": {name: round(seconds * 1e3, 2) for name, seconds in last.seconds.items()},
         "bytes": last.bytes_moved, "versions": engine.get("versions"),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "paused_ms": sorted(round(proof.seconds.get("paused", 0.0) * 1e3, 2) for proof in proofs[1:]),
+        "extra_share": max(extra_bytes) / weight_bytes, "extra_mib": [each / 2**20 for each in extra_bytes],
+        "allocated_gib": [each / 2**30 for each in allocated],
     }  # fmt: skip
 
 
@@ -128,6 +186,7 @@ def main() -> None:
     parser.add_argument("modes", nargs="+")
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--backend", default="auto", choices=["auto", "gloo", "nccl", "ipc"])
+    parser.add_argument("--digest", action="store_true", help="both ends of `shared` also read the weights back")
     parser.add_argument("--python", default=standalone_engines.default_python())
     arguments = parser.parse_args()
     out = Path(os.environ.get("OUT", "."))
@@ -142,12 +201,15 @@ def main() -> None:
         torch.cuda.reset_peak_memory_stats()
         try:
             backend, python = arguments.backend, arguments.python
-            row = asyncio.run(check(mode, backend, int(parallel or 1), checkpoint, python, home))
+            started = check(mode, backend, int(parallel or 1), checkpoint, python, home, digest=arguments.digest)
+            row = asyncio.run(started)
             way = " ".join(filter(None, (row["transport"].get("engaged"), row["transport"].get("why")))) or "-"
             print(
                 f"{arguments.shape:11} {each:18} {way:6} {row['verified']:9} {row['mapped']}/{row['of']} mapped, "
                 f"canary {max(row['canary']):.4f} <= {row['limit']:.4f}, batch {max(row['batch_gap']):.4f}, stale "
-                f"{min(row['stale_gap']):.4f}, {row['ms']}",
+                f"{min(row['stale_gap']):.4f}, {row['bytes']} bytes moved, paused {row['paused_ms']} ms, extra memory "
+                f"{row['extra_share']:.2%} ({max(row['extra_mib']):.1f} MiB), allocated {row['allocated_gib']}, "
+                f"{row['ms']}",
                 flush=True,
             )
         except (TandemError, AssertionError) as error:

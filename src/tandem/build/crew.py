@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tandem.build import optimizers, training
-from tandem.errors import SpecError
+from tandem.errors import SpecError, SyncError
 from tandem.io import own_code
 from tandem.io.file_system import file_system_of
 from tandem.io.shared_directory import why_unseen
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from tandem.bridge.files.rank_files import RankFiles
+    from tandem.bridge.shared.sender import WorkerMemory
     from tandem.optim.by_owner import RankGroup
     from tandem.optim.master_weights import Master
     from tandem.train.crew import Children, Crew
@@ -63,12 +64,15 @@ def policy_by_rows(
     crew: Crew,
     parallel: ParallelSpec,
     options: Mapping[str, Any],
+    *,
+    in_engine: bool = False,
 ) -> Any:
     """Take this rank's rows of the module, or of the model's files if it is None; return the policy through which rank
-    0 reaches all ranks."""
+    0 reaches all ranks. `in_engine`: cut as the engine's workers cut, because ranks train in their memory."""
     import torch
 
     from tandem.model.cast_precision import narrow
+    from tandem.model.engine_cuts import engine_cuts
     from tandem.model.hosts import Hosts
     from tandem.model.load_rows import opened_model
     from tandem.model.rows import Rows, RowsPolicy
@@ -92,7 +96,8 @@ def policy_by_rows(
         keeps = keeps_gathered(parallel.gather, numbers * dtype.itemsize, room)
         adds = sums_by_step(parallel.sums, 4 * (0 if options["lora"] else numbers), room)
         crew.gathers_for, crew.sums_by_step = "step" if keeps else "layer", adds
-        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps, adds=adds)
+        cuts = engine_cuts(module, crew.ranks) if in_engine else None
+        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps, adds=adds, cuts=cuts)
         adopt = master.adopt if narrowed and not options["lora"] else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)
     return CrewPolicy(crew, policy)
@@ -221,6 +226,7 @@ class Member:
     def __init__(self, crew: Crew, directory: Path | None = None) -> None:
         self._crew, self._directory = crew, directory
         self._sender: Callable[[Mapping[str, Any], Weights], object] | None = None
+        self._memory: WorkerMemory | None = None
 
     def begin(self, spec: dict[str, Any], code: Mapping[str, str] | None = None) -> None:
         """`code`: the SHA-256 of each file of the user's own on rank 0; another loss on one rank would be averaged in
@@ -239,6 +245,7 @@ class Member:
         self._crew.handle("file_system", lambda path: file_system_of(Path(path)))
         self._crew.handle("model", self._model)
         self._crew.handle("trainer", self._trainer)
+        self._crew.handle("map", self._map)
         self._crew.handle("send", self._send)  # on rank 0 its bridge takes this order over
 
     def _see(self, path: str, token: str) -> str:
@@ -251,6 +258,7 @@ class Member:
         self._built = training.model(
             spec.model, spec.precision, spec.seed, self._crew.device, max_context, crew=self._crew,
             parallel=settled(spec.parallel, deterministic=spec.deterministic),
+            in_engine=isinstance(spec, RlSpec) and spec.sync.traits.shares_memory,
         )  # fmt: skip
         return self._built if self._crew.rank == 0 else None
 
@@ -266,7 +274,13 @@ class Member:
             policy,
             self._algorithm(its_stage),
             optimizers.of_stage(
-                its_stage, policy, built.master, spec.seed, shapes=policy.full_shapes(), ranks=self._ranks(policy.rows)
+                its_stage,
+                policy,
+                built.master,
+                spec.seed,
+                shapes=policy.full_shapes(),
+                ranks=self._ranks(policy.rows),
+                uncounted=policy.uncounted(),
             ),
             held_by_all=policy.rows.held_by_all,
             shares=built.num_shares,
@@ -286,11 +300,28 @@ class Member:
         hosts = rows.hosts
         return RankGroup(hosts.row_shard, hosts.row_shards, self._crew.device, hosts.mesh.get_group(), self._crew.tick)
 
-    def _send(self, link: dict[str, Any]) -> None:
-        """Send this rank's rows when rank 0 sends its own."""
+    def _map(self, handles: Sequence[Mapping[str, Any]]) -> None:
+        """Train in the memory of this rank's worker from now on. Rank 0's bridge has mapped that of its own, and the
+        publisher moves its weights there."""
+        from tandem.bridge.shared.sender import WorkerMemory, check_worker
+
+        policy: Any = cast("Any", self._built.policy).inner
+        handle = handles[self._crew.rank]
+        check_worker(handle, self._crew.device, policy.held())
+        if self._crew.rank:
+            self._memory = WorkerMemory(handle)
+            policy.live_in(self._memory.tensors)
+
+    def _send(self, link: dict[str, Any]) -> Mapping[str, str] | None:
+        """Send this rank's rows when rank 0 sends its own; where they are in a worker's memory, say so."""
+        policy: Any = cast("Any", self._built.policy).inner
+        if cast("RlSpec", self._spec).sync.traits.shares_memory:
+            if self._memory is None:
+                raise SyncError("shared: this rank has mapped no memory to train in")
+            return self._memory.announce(policy.weights(self._made.version, "live")).fingerprints
         self._sender = self._sender or _rank_sender(self._crew, cast("RlSpec", self._spec))
-        policy: Any = self._built.policy
-        self._sender(link, policy.inner.weights(self._made.version, "full"))
+        self._sender(link, policy.weights(self._made.version, "full"))
+        return None
 
     def _algorithm(self, stage: Any) -> Any:
         if isinstance(stage, WarmupStage):

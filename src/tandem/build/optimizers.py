@@ -37,8 +37,10 @@ def of_stage(
     shapes: Shapes | None = None,
     ranks: RankGroup | None = None,
     by_row: bool = True,
+    uncounted: Collection[str] = (),
 ) -> Optimizer:
-    """Build the optimizer of one stage. `ranks`: those that have the other rows of each tensor."""
+    """Build the optimizer of one stage. `ranks`: those that have the other rows of each tensor. `uncounted`: what they
+    have, too, and count in the metrics."""
     return optimizer(
         policy.trainable(),
         stage.optimizer,
@@ -49,6 +51,7 @@ def of_stage(
         shapes=shapes,
         ranks=ranks,
         by_row=by_row,
+        uncounted=uncounted,
     )
 
 
@@ -63,6 +66,7 @@ def optimizer(
     shapes: Shapes | None = None,
     ranks: RankGroup | None = None,
     by_row: bool = False,
+    uncounted: Collection[str] = (),
 ) -> Optimizer:
     """Build the optimizer. `tables`: names of the tensors with one row per token (embeddings and head)."""
     from tandem.optim.optimizer import Optimizer
@@ -87,6 +91,8 @@ def optimizer(
         lr_scale={name: lora_plus for name, _ in named_parameters if ".lora_B." in name},
         by_row=by_row,
         in_rounds=in_rounds,
+        shapes=shapes,
+        uncounted=uncounted,
     )
 
 

@@ -284,7 +284,12 @@ def bridge(spec: RlSpec, model: BuiltModel, home: Path, start: Path, crew: Crew 
         case SharedSync():
             from tandem.bridge.shared.sender import SharedBridge
 
-            return SharedBridge(sync.deadline_s, digest=sync.digest)
+            shared = SharedBridge(sync.deadline_s, digest=sync.digest, ranks=spec.parallel.ranks)
+            if crew is None:
+                return shared
+            from tandem.train.crew_memory import CrewMemory
+
+            return CrewMemory(crew, shared)
         case BroadcastSync():
             from tandem.bridge.collective.sender import BroadcastBridge
 

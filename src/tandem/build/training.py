@@ -165,9 +165,11 @@ def model(
     crew: Crew | None = None,
     parallel: ParallelSpec = ONE_PROCESS,
     scores: bool = False,
+    in_engine: bool = False,
 ) -> BuiltModel:
     """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
-    rank calls this, and keeps its rows. `scores`: make it a reward model."""
+    rank calls this, and keeps its rows. `scores`: make it a reward model. `in_engine`: ranks will train in the memory
+    of an engine's workers."""
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
@@ -205,7 +207,9 @@ def model(
     if crew is not None:
         from tandem.build.crew import policy_by_rows
 
-        policy = policy_by_rows(spec, module, tokenizer, precision, master_weights, crew, parallel, options)
+        policy = policy_by_rows(
+            spec, module, tokenizer, precision, master_weights, crew, parallel, options, in_engine=in_engine
+        )
         module = policy.module
     else:
         if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):

@@ -22,10 +22,11 @@ from tandem.io import row_file
 from tandem.io.gguf.directory import model_directory
 from tandem.io.safetensors_format import KNOWN
 from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit, supported_attention
+from tandem.ops.parts import Box
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-RowsOf = Callable[[Tensor, int, int], Tensor]
-"""Reads rows of a parameter in float32. Arguments: the parameter, the first row, the row after the last."""
+RowsOf = Callable[[Tensor, Box], Tensor]
+"""Reads a rectangle of a parameter in float32."""
 
 
 class _Source(NamedTuple):
@@ -56,10 +57,9 @@ def opened_model(
         if dtype != torch.float32:
             _narrow(module, sources, dtype)
 
-        def rows_of(parameter: Tensor, top: int, bottom: int) -> Tensor:
+        def rows_of(parameter: Tensor, box: Box) -> Tensor:
             source = sources[_identity(parameter)]
-            columns = parameter[0].numel() if parameter.ndim > 1 else 1
-            return source.file.read(source.name, (top, bottom, 0, columns)).to(torch.float32)
+            return source.file.read(source.name, box).to(torch.float32)
 
         yield module, rows_of
 

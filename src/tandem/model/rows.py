@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tandem.errors import SpecError, SyncError
 from tandem.model import served_weights
@@ -38,7 +38,8 @@ from tandem.model.load_rows import RowsOf
 from tandem.model.policy import CausalPolicy, Inside
 from tandem.ops.leaf_sum import LeafSum
 from tandem.ops.lm_head import Head
-from tandem.ops.parts import rows_of
+from tandem.ops.named_tensors import move_in
+from tandem.ops.parts import Box, Cut, box_of_rank, rows_and_cols
 from tandem.types import Part, TokenLogprobs, WeightKind, Weights
 
 Tree = Callable[[Sequence[Tensor]], Tensor]
@@ -49,11 +50,12 @@ _AT_ONCE = 1 << 24
 
 
 class Local(NamedTuple):
-    """This rank's rows of a parameter: the memory that FSDP2 gathers from."""
+    """This rank's rows or columns of a parameter: the memory that FSDP2 gathers from."""
 
     name: str
     tensor: Tensor
     row_start: int
+    col_start: int
     full_shape: tuple[int, ...]
 
 
@@ -69,11 +71,14 @@ class Rows:
         tick: Callable[[], None],
         keeps: bool = False,
         adds: bool = False,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         """`keeps`: gathered weights stay until `settle`, instead of until their layer is computed. `adds`: a round may
-        have several micro-batches, whose gradients are added up before they are sent."""
+        have several micro-batches, whose gradients are added up before they are sent. `cuts`: of each parameter, where
+        an engine's workers say it (engine_cuts.py); otherwise each rank holds rows of all."""
         self.rank, self.hosts, self.device, self.keeps, self.adds = hosts.rank, hosts, device, keeps, adds
         self._tree, self._tick = tree, tick
+        self._cuts: dict[str, Cut] = dict(cuts or {})
         self._module: Any = None
         self._units: list[Any] = []
         self._sums: list[_OrderedSum] = []
@@ -89,11 +94,12 @@ class Rows:
 
     def another(self) -> Rows:
         """For a second module on the same ranks."""
-        return Rows(self.hosts, self.device, tree=self._tree, tick=self._tick)
+        return Rows(self.hosts, self.device, tree=self._tree, tick=self._tick, cuts=self._cuts)
 
-    def shard(self, module: Any, values: Callable[[str, int, int], Tensor]) -> Inside:
-        """Shard a module whose parameters, except adapters, are on the meta device. `values(name, from, to)` returns
-        rows in the parameter's type. Return how to run the module."""
+    def shard(self, module: Any, values: Callable[[str, Box], Tensor]) -> Inside:
+        """Shard a module whose parameters, except adapters, are on the meta device. `values(name, box)` returns a
+        rectangle in the parameter's type. Return how to run the module."""
+        self._make_whole(module, values)
         whole = {each for name, each in module.named_parameters() if not each.is_meta}
         for each in [*whole, *module.buffers()]:
             each.data = each.data.to(self.device)
@@ -104,6 +110,8 @@ class Rows:
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32 if self.adds else None),
             "ignored_params": whole,
         }
+        if by_columns := {id(each) for name, each in module.named_parameters() if self._cuts.get(name) == "cols"}:
+            options["shard_placement_fn"] = lambda parameter: Shard(1 if id(parameter) in by_columns else 0)
         self._units = [*_layers(module), module]
         for unit in self._units[:-1]:
             fully_shard(unit, reshard_after_forward=not self.keeps, **options)
@@ -134,7 +142,7 @@ class Rows:
         """Free gathered weights, because the rows may change now. Those of a frozen base do not, and may be kept."""
         if not self.keeps:
             self._module.reshard()
-        elif not self.whole:
+        elif not self.held_by_all:
             for unit in self._units:
                 unit.reshard()
 
@@ -177,8 +185,8 @@ class Rows:
 
     @property
     def held_by_all(self) -> bool:
-        """Whether all ranks hold the same gradients."""
-        return bool(self.whole)
+        """Whether all ranks hold the same gradients: of adapters."""
+        return bool(self.whole) and not self._cuts
 
     def added(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum over the ranks of this host that have a micro-batch. The parts are overwritten."""
@@ -231,18 +239,42 @@ class Rows:
     # --- weights
 
     @torch.no_grad()
-    def _fill(self, module: Any, values: Callable[[str, int, int], Tensor]) -> None:
+    def _make_whole(self, module: Any, values: Callable[[str, Box], Tensor]) -> None:
+        """Give each parameter that every rank holds its values."""
+        for name, parameter in [*module.named_parameters()]:
+            if parameter.is_meta and self._cuts.get(name) == "whole":
+                value = values(name, box_of_rank(parameter.shape, 0, 1)).clone()
+                owner, _, key = name.rpartition(".")
+                made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                module.get_submodule(owner)._parameters[key] = made
+
+    @torch.no_grad()
+    def live_in(self, storage: Mapping[str, Tensor]) -> None:
+        """Move what this rank holds into this memory, with its values. From then on FSDP2 gathers from there, and what
+        an optimizer writes is written there."""
+        for unit in self._units:
+            unit.reshard()
+        mine = {each.name: each.tensor for each in self.local}
+        move_in([*mine.items(), *self.whole], storage)
+        for parameter in (each for unit in self._units for each in _fsdp_params(unit)):
+            parameter.sharded_param._local_tensor = mine[self._names[id(parameter.sharded_param)]]
+            parameter._sharded_param_data = parameter.sharded_param._local_tensor.view(-1)
+            parameter.reset_sharded_param()
+
+    @torch.no_grad()
+    def _fill(self, module: Any, values: Callable[[str, Box], Tensor]) -> None:
         for name, parameter in module.named_parameters():
             if not isinstance(parameter, DTensor):
                 continue
             self._names[id(parameter)] = name
             shape = tuple(parameter.shape)
-            top, bottom = rows_of(shape[0], self.hosts.row_shard, self.hosts.row_shards)
+            box = box_of_rank(shape, self.hosts.row_shard, self.hosts.row_shards, self._cuts.get(name, "rows"))
             local = parameter.to_local().detach()
-            assert local.shape[0] == bottom - top, f"FSDP2 cuts '{name}' otherwise than ops/parts.py"
-            if bottom > top:
-                local.copy_(values(name, top, bottom))
-                self.local.append(Local(name, local, top, shape))
+            held = (box.bottom - box.top, box.right - box.left)
+            assert rows_and_cols(local.shape) == held, f"FSDP2 cuts '{name}' otherwise than ops/parts.py"
+            if box.num_elements:
+                local.copy_(values(name, box))
+                self.local.append(Local(name, local, box.top, box.left, shape))
             self._tick()
 
     def gathered(self, name: str) -> Tensor:
@@ -366,8 +398,8 @@ class RowsPolicy(CausalPolicy):
         # A copy from before sharding, for exports and for a reference.
         self._plain = copy.deepcopy(adapter if adapter is not None else module)
 
-        def of_rows(name: str, top: int, bottom: int) -> Tensor:
-            exact = self._rows_of(values.pop(name), top, bottom).to(self.rows.device)
+        def of_rows(name: str, box: Box) -> Tensor:
+            exact = self._rows_of(values.pop(name), box).to(self.rows.device)
             if self._dtype == exact.dtype:
                 return exact
             return self._adopt(name, exact) if self._adopt is not None else exact.to(self._dtype)
@@ -388,9 +420,9 @@ class RowsPolicy(CausalPolicy):
             super().keep_reference()
             return
         frozen = copy.deepcopy(self._plain).requires_grad_(False).eval()
-        now = {each.name: each.tensor for each in self.rows.local}
+        now = dict(self.trainable())
         self._reference_rows = self.rows.another()
-        self._reference_rows.shard(frozen, lambda name, top, bottom: now[name])
+        self._reference_rows.shard(frozen, lambda name, _: now[name].detach())
         self._reference = Head(frozen, len(self.tokenizer))
 
     def follow(self, teacher: Any) -> None:
@@ -402,7 +434,8 @@ class RowsPolicy(CausalPolicy):
 
     def reference_bytes(self) -> int:
         if self._reference_rows is not None:
-            return sum(each.tensor.nbytes for each in self._reference_rows.local)
+            local = (each.tensor for each in self._reference_rows.local)
+            return sum(tensor.nbytes for tensor in (*local, *(each for _, each in self._reference_rows.whole)))
         return sum(tensor.nbytes for tensor in self._adapter_then)
 
     def _inside_of(self, head: Head) -> Inside:
@@ -428,7 +461,8 @@ class RowsPolicy(CausalPolicy):
     def trainable(self) -> Sequence[tuple[str, Tensor]]:
         if self._adapter is not None:
             return self.rows.whole
-        return [(each.name, each.tensor) for each in self.rows.local]
+        here = {**{each.name: each.tensor for each in self.rows.local}, **dict(self.rows.whole)}
+        return [(name, here[name]) for name, _ in self.module.named_parameters() if name in here]
 
     def full_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the full shapes of trained tensors by name, also of those of which this rank has no row."""
@@ -441,10 +475,13 @@ class RowsPolicy(CausalPolicy):
 
     def trained_parts(self) -> list[Part]:
         """Return this rank's parts of the trained parameters. Tensors that all ranks hold count as rank 0's."""
-        if self._adapter is not None:
-            whole = self.rows.whole if self.rows.rank == 0 else []
-            return [Part(name, tensor.detach(), 0, 0, tuple(tensor.shape)) for name, tensor in whole]
-        return [Part(each.name, each.tensor, each.row_start, 0, each.full_shape) for each in self.rows.local]
+        whole = self.rows.whole if self.rows.rank == 0 else []
+        found = [Part(name, tensor.detach(), 0, 0, tuple(tensor.shape)) for name, tensor in whole]
+        return found if self._adapter is not None else [*map(_part, self.rows.local), *found]
+
+    def uncounted(self) -> set[str]:
+        """Return the trained parameters that rank 0 has, too, and counts in sums over ranks."""
+        return {name for name, _ in self.rows.whole} if self.rows.rank and not self.rows.held_by_all else set()
 
     def written_parts(self) -> list[Part]:
         """What this rank writes of them. Rows that every host holds are written by the first."""
@@ -458,15 +495,22 @@ class RowsPolicy(CausalPolicy):
                 "sync: with parallel.ranks > 1 adapters cannot be merged while training; choose sync.bridge = "
                 "'adapter' or 'adapter_broadcast'"
             )
-        return Weights(version, kind, _no_whole_tensors, rows=self.parts)
+        return Weights(version, kind, _no_whole_tensors, rows=self.held if kind == "live" else self.parts)
 
     def parts(self) -> Iterator[Part]:
         """Yield this rank's parts of the module. Buffers and adapters are on every rank and count as rank 0's."""
-        for each in self.rows.local:
-            yield Part(each.name, each.tensor, each.row_start, 0, each.full_shape)
+        yield from map(_part, self.rows.local)
         if self.rows.rank == 0:
-            for name, tensor in self.replicas():
-                yield Part(name, tensor, 0, 0, tuple(tensor.shape))
+            yield from self._whole_parts()
+
+    def held(self) -> Iterator[Part]:
+        """Yield everything that is here."""
+        yield from map(_part, self.rows.local)
+        yield from self._whole_parts()
+
+    def _whole_parts(self) -> Iterator[Part]:
+        for name, tensor in self.replicas():
+            yield Part(name, tensor, 0, 0, tuple(tensor.shape))
 
     def replicas(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that every rank holds, which must be equal on all."""
@@ -481,9 +525,9 @@ class RowsPolicy(CausalPolicy):
             yield name.replace(".base_layer.", "."), tensor
 
     def live_in(self, storage: Mapping[str, Tensor]) -> None:
-        raise SyncError(
-            "sync.bridge: one copy of the weights does not go with parallel.ranks > 1; choose a bridge that sends rows"
-        )
+        """Move what this rank holds into the memory of the engine's worker on its device."""
+        self.rows.live_in(storage)
+        move_in(self.module.named_buffers(), storage)
 
     def base_in(self, storage: Mapping[str, Tensor]) -> int:
         raise SyncError("sync: a shared base does not go with parallel.ranks > 1")
@@ -506,8 +550,14 @@ class RowsPolicy(CausalPolicy):
         return Deployer(plain.base_model.model, plain, self.tokenizer).write
 
 
-def _cut(whole: Tensor, top: int, bottom: int) -> Tensor:
-    return whole[top:bottom].clone()
+def _cut(whole: Tensor, box: Box) -> Tensor:
+    rows = whole[box.top : box.bottom]
+    is_cut = rows_and_cols(whole.shape)[1] != box.right - box.left
+    return (rows[:, box.left : box.right] if is_cut else rows).clone(memory_format=torch.contiguous_format)
+
+
+def _part(local: Local) -> Part:
+    return Part(local.name, local.tensor, local.row_start, local.col_start, local.full_shape)
 
 
 def _shape_of(head: Head) -> Head:

@@ -119,6 +119,12 @@ def parted(joined: str) -> list[str]:
     return [joined[at : at + 16] for at in range(0, len(joined), 16)]
 
 
+def side_by_side(proofs: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Join what several workers, or ranks, each say of its part of every tensor."""
+    names = dict.fromkeys(name for proof in proofs for name in proof)
+    return {name: " | ".join(proof.get(name, "nothing") for proof in proofs) for name in names}
+
+
 class RepeatedDigest:
     """Digests the same tensors again and again, by one thread at a time. On a GPU that is one launch and one wait, with
     a table that is built once. The tensors must not move."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import CheckpointError, SyncError
+from tandem.ops.parts import rows_and_cols
 
 
 def live_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
@@ -20,6 +21,13 @@ def live_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
 def whereabouts(tensor: Tensor) -> str:
     """Return the address, shape, strides and type of a tensor as text."""
     return f"{tensor.data_ptr():x} {list(tensor.shape)} {list(tensor.stride())} {tensor.dtype}"
+
+
+def in_blocks(tensor: Tensor, numbers: int) -> Tensor:
+    """Return a tensor as a matrix whose rows are blocks of so many numbers of its own rows; or its rows, if blocks do
+    not fill them."""
+    rows, cols = rows_and_cols(tensor.shape)
+    return tensor.reshape(-1, numbers) if numbers and cols % numbers == 0 else tensor.reshape(rows, cols)
 
 
 def move_in(ours: Iterable[tuple[str, Tensor]], storage: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 
 class Box(NamedTuple):
@@ -45,8 +45,28 @@ def rows_of(num_rows: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return min(rank * run, num_rows), min((rank + 1) * run, num_rows)
 
 
-def box_of_rank(shape: Sequence[int], rank: int, num_ranks: int) -> Box:
-    """Return the rows of a tensor that a rank holds, all columns."""
+Cut: TypeAlias = Literal["rows", "cols", "whole"]
+"""What each rank holds of a tensor: its rows, its columns, or all of it."""
+
+
+def box_of_rank(shape: Sequence[int], rank: int, num_ranks: int, cut: Cut = "rows") -> Box:
+    """Return what a rank holds of a tensor."""
     rows, cols = rows_and_cols(shape)
-    top, bottom = rows_of(rows, rank, num_ranks)
-    return Box(top, bottom, 0, cols)
+    if cut == "whole":
+        return Box(0, rows, 0, cols)
+    if cut == "cols":
+        return Box(0, rows, *rows_of(cols, rank, num_ranks))
+    return Box(*rows_of(rows, rank, num_ranks), 0, cols)
+
+
+BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
+"""Ends of the names of matrices that tensor-parallel engines cut by columns."""
+_NORM_BLOCKS = 8
+
+
+def numbers_a_norm(name: str, shape: Sequence[int]) -> int:
+    """Return how many numbers of a row are squared and added before the sum goes on without rounding, so that norms
+    depend on no cut. A row of a matrix that engines cut by columns is in eight blocks, which no cut in 2, 4 or 8 parts
+    divides. `shape`: of the whole tensor."""
+    cols = rows_and_cols(shape)[1]
+    return cols // _NORM_BLOCKS if name.endswith(BY_COLUMNS) and cols % _NORM_BLOCKS == 0 else cols

@@ -26,12 +26,14 @@ it stores 1e-8 of a block's maximum as 1.6e-5 of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tandem.errors import SpecError
 from tandem.ops.byte_sizes import ROWS_8BIT, state_shapes
 from tandem.optim.adamw import AdamW
 from tandem.optim.update_rule import Slot, Whole
@@ -44,19 +46,26 @@ class AdamW8bit:
     by_rows = True
 
     def __init__(self, spec: AdamWSpec, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
-        """`shapes`: the whole tensors' shapes, if this rank has only some of their rows."""
+        """`shapes`: the whole tensors' shapes, if this rank has only some of their rows or columns."""
         self._spec, self._adamw = spec, AdamW(spec)
         self._shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
         self._codes = {"exp_avg": Code.signed(), "exp_avg_sq": Code.positive()}
 
     def init(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        shapes = state_shapes("adamw_8bit", self._shapes.get(name, like.shape))
+        whole = self._shapes.get(name, like.shape)
+        shapes = state_shapes("adamw_8bit", whole)
         if "exp_avg_scale" not in shapes:
             return self._adamw.init(name, like)
-        dtypes = {1: torch.uint8, 4: torch.float32}
+        numbers = math.prod(like.shape[1:])
+        if numbers != math.prod(whole[1:]) and numbers % _BLOCK:
+            raise SpecError(
+                f"optimizer.kind = 'adamw_8bit': '{name}' is cut by columns, {numbers} for each rank, and a block of "
+                f"{_BLOCK} numbers must be on one rank; choose 'adamw', or fewer ranks"
+            )
+        forms = {1: (like.shape, torch.uint8), 4: ((len(like), -(-numbers // _BLOCK)), torch.float32)}
         return {
-            key: torch.zeros((len(like), *dims[1:]), dtype=dtypes[width], device=like.device)
-            for key, (dims, width) in shapes.items()
+            key: torch.zeros(forms[width][0], dtype=forms[width][1], device=like.device)
+            for key, (_, width) in shapes.items()
         }
 
     def why_not_whole(self, live: Tensor) -> str:

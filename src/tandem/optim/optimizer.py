@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tandem.ops import byte_sizes
-from tandem.ops.named_tensors import check_alike
+from tandem.ops.named_tensors import check_alike, in_blocks
+from tandem.ops.parts import numbers_a_norm
 from tandem.optim.master_weights import Master, Rows
 from tandem.optim.update_rule import RoundRule, RowCut, Slot, UpdateRule, Whole
 from tandem.types import Metrics
@@ -32,9 +33,12 @@ class Optimizer:
         lr_scale: Mapping[str, float] | None = None,
         by_row: bool = False,
         in_rounds: RoundRule | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        uncounted: Collection[str] = (),
     ) -> None:
-        """`by_row`: sum an update's effect row by row, so that it does not depend on which rows of a parameter this
-        rank has. `in_rounds`: one of the rules, which all ranks apply together."""
+        """`by_row`: sum an update's effect row by row, so that it does not depend on which part of a parameter this
+        rank has. `in_rounds`: one of the rules, which all ranks apply together. `shapes`: of whole parameters, where
+        these are parts of them. `uncounted`: parameters that another rank has, too, and counts."""
         self._parameters = dict(named_parameters)
         self._rules, self._master = rules, master
         self._decay = {name: weight_decay if tensor.ndim >= 2 else 0.0 for name, tensor in named_parameters}
@@ -43,7 +47,8 @@ class Optimizer:
         self._steps = dict.fromkeys(self._parameters, 0)
         self._whole = {name for name, tensor in named_parameters if not self.why_not_whole(name, tensor.detach())}
         self._tally = _Tally()
-        self._by_row, self._in_rounds = by_row, in_rounds
+        self._by_row, self._in_rounds, self._uncounted = by_row, in_rounds, set(uncounted)
+        self._shapes = {name: (shapes or {}).get(name, tensor.shape) for name, tensor in named_parameters}
 
     def why_not_whole(self, name: str, live: Tensor) -> str:
         """Return why this parameter needs several operations; empty if its rule updates it in one kernel."""
@@ -60,9 +65,15 @@ class Optimizer:
         self._update_whole({name: gradients.pop(name) for name in [*gradients] if name in self._whole}, lr, scale)
         if self._in_rounds is not None:
             self._update_in_rounds(self._in_rounds, gradients, lr, scale)
+        self._update_in_pieces([name for name in gradients if name not in self._uncounted], gradients, lr, scale)
+        self._update_in_pieces([*gradients], gradients, lr, scale)
+
+    def _update_in_pieces(
+        self, names: Sequence[str], gradients: MutableMapping[str, Tensor], lr: float, scale: float
+    ) -> None:
         pieces: list[_ParameterSlice] = []
         numbers = 0
-        for name in [*gradients]:
+        for name in names:
             gradient = gradients.pop(name)
             for rows in self._in_rows(name):
                 count = gradient[rows].numel()
@@ -117,11 +128,11 @@ class Optimizer:
         self._steps = {name: int(state[f"{name}|step"]) for name in self._parameters}
 
     def _update_whole(self, gradients: Mapping[str, Tensor], lr: float, scale: float) -> None:
-        by_rule: defaultdict[int, list[str]] = defaultdict(list)
+        by_rule: defaultdict[tuple[int, bool], list[str]] = defaultdict(list)
         for name in gradients:
-            by_rule[id(self._rules[name])].append(name)
+            by_rule[id(self._rules[name]), name in self._uncounted].append(name)
         low = self._master.state()
-        for names in by_rule.values():
+        for (_, is_uncounted), names in by_rule.items():
             wholes = [
                 Whole(
                     self._parameters[name].detach(),
@@ -136,6 +147,8 @@ class Optimizer:
                 for name in names
             ]
             sums = self._rules[names[0]].update_whole(wholes)
+            if is_uncounted:
+                continue
             total = sum(whole.live.numel() for whole in wholes)
             self._tally.add(torch.cat([sums, sums.new_full((1,), total)]))
 
@@ -172,7 +185,8 @@ class Optimizer:
     def _apply(self, pieces: list[_ParameterSlice], update: Callable[[Sequence[Slot]], None] | None = None) -> None:
         """Update pieces by `update`, or else each by its rule; then store them and sum the effect."""
         slots = [piece.slot for piece in pieces]
-        look = _Look(pieces, by_row=self._by_row)
+        is_counted = slots[0].name not in self._uncounted
+        look = _Look(pieces, self._shapes if self._by_row else None) if is_counted else None
         if update is None:
             self._update_by_rule(slots)
         else:
@@ -180,6 +194,8 @@ class Optimizer:
         for piece in pieces:
             name = piece.slot.name
             self._master.write(name, self._parameters[name], piece.rows, piece.slot.value, piece.slot.step)
+        if look is None:
+            return
         stored = [self._master.read(piece.slot.name, self._parameters[piece.slot.name], piece.rows) for piece in pieces]
         self._tally.add(look.after(stored))
 
@@ -201,8 +217,9 @@ class _ParameterSlice:
 class _Look:
     """Measures an update's effect: copies values before it, compares after it, sums on the device."""
 
-    def __init__(self, pieces: Sequence[_ParameterSlice], *, by_row: bool) -> None:
-        self._pieces, self._by_row = pieces, by_row
+    def __init__(self, pieces: Sequence[_ParameterSlice], by_row_of: Mapping[str, Sequence[int]] | None) -> None:
+        """`by_row_of`: shapes of whole parameters, whose rows are summed first."""
+        self._pieces, self._by_row_of = pieces, by_row_of
         self._narrow = any(piece.live.dtype != torch.float32 for piece in pieces)
         self._old = _flat([piece.slot.value for piece in pieces]).clone()
         self._had_gradient = _flat([piece.slot.grad for piece in pieces]) != 0  # before the rule overwrites it
@@ -217,17 +234,19 @@ class _Look:
         lost = torch.dot(wanted - kept, update) if self._narrow else torch.zeros_like(energy)
         serves = _flat([piece.live for piece in self._pieces]) if self._narrow else kept
         counts = [self._had_gradient, self._had_gradient & changed, serves != self._served, changed]
-        if self._by_row:
-            energy, lost = self._sums_by_row(update, wanted - kept)
+        if self._by_row_of is not None:
+            energy, lost = self._sums_by_row(update, wanted - kept, self._by_row_of)
         total = torch.full_like(energy, changed.numel(), dtype=torch.float64)
         return torch.stack([energy.double(), lost.double(), *(mask.sum().double() for mask in counts), total])
 
-    def _sums_by_row(self, update: Tensor, missed: Tensor) -> tuple[Tensor, Tensor]:
+    def _sums_by_row(
+        self, update: Tensor, missed: Tensor, shapes: Mapping[str, Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
         sizes = [piece.live.numel() for piece in self._pieces]
         energy = lost = update.new_zeros((), dtype=torch.float64)
         for piece, moved, gone in zip(self._pieces, update.split(sizes), missed.split(sizes), strict=True):
-            rows = max(1, len(piece.live)) if piece.live.ndim else 1
-            moved, gone = moved.view(rows, -1), gone.view(rows, -1)
+            numbers = numbers_a_norm(piece.slot.name, shapes[piece.slot.name])
+            moved, gone = (in_blocks(each.view(piece.live.shape), numbers) for each in (moved, gone))
             energy = energy + torch.linalg.vector_norm(moved, dim=1).double().square().sum()
             lost = lost + (moved * gone).sum(1).double().sum()
         return energy, lost

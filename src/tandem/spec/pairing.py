@@ -8,12 +8,15 @@ from typing import Any, cast
 from tandem.spec.bridges import ADAPTER_BROADCAST, BROADCAST, INPROC, SHARED, BridgeTraits
 from tandem.spec.engine import EngineSpec, HfEngineSpec, RemoteEngineSpec, VllmEngineSpec
 from tandem.spec.model import ModelSpec
+from tandem.spec.parallel import ParallelSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec
 from tandem.spec.sync import SyncSpec
 from tandem.spec.train import Stage
 
 VLLM_RANK = 512
 _COUNTS = ("replicas", "tensor_parallel")
+_BY_NUMBERS = ("adamw", "adamw_8bit", "adamw_offload")
+"""Optimizers that update each number, or each block of a row, by itself."""
 
 
 def usual_bridge(tables: Mapping[str, Any]) -> BridgeTraits:
@@ -36,7 +39,12 @@ def usual_bridge(tables: Mapping[str, Any]) -> BridgeTraits:
 
 
 def check_sync(
-    sync: SyncSpec, engine: EngineSpec, model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]
+    sync: SyncSpec,
+    engine: EngineSpec,
+    model: ModelSpec,
+    precision: PrecisionSpec,
+    stages: Mapping[str, Stage],
+    ranks: int = 1,
 ) -> None:
     """Raise ValueError for a combination that cannot work, before anything is loaded."""
     _check_reach(sync, engine)
@@ -51,7 +59,7 @@ def check_sync(
             "'disk'"
         )
     if sync.traits.shares_memory:
-        _check_shared_memory(engine, model, precision, stages)
+        _check_shared_memory(engine, model, precision, stages, ranks)
     if isinstance(engine, VllmEngineSpec) and engine.gpus:
         each, together = engine.tensor_parallel, engine.tensor_parallel * engine.replicas
         if len(engine.gpus) not in (each, together) or len(set(engine.gpus)) < len(engine.gpus):
@@ -110,8 +118,30 @@ def _check_reach(sync: SyncSpec, engine: EngineSpec) -> None:
         )
 
 
+def check_shared_ranks(parallel: ParallelSpec, engine: EngineSpec, stages: Mapping[str, Stage]) -> None:
+    """Raise ValueError for what does not go with several ranks that train in the memory of vLLM's workers."""
+    if not isinstance(engine, VllmEngineSpec):
+        raise ValueError(
+            f"sync.bridge = 'shared': with parallel.ranks = {parallel.ranks} each rank trains in the memory of one of "
+            f"vLLM's workers, and engine.kind = '{engine.kind}' is one process; choose engine.kind = 'vllm', or the "
+            "bridge 'broadcast'"
+        )
+    if parallel.hosts > 1:
+        raise ValueError(
+            f"parallel.hosts = {parallel.hosts}: under sync.bridge = 'shared' all ranks are on the engine's host; "
+            "choose 'broadcast'"
+        )
+    for name, stage in stages.items():
+        if stage.optimizer.kind not in _BY_NUMBERS:
+            raise ValueError(
+                f"{name}.optimizer.kind = '{stage.optimizer.kind}': under sync.bridge = 'shared' with parallel.ranks = "
+                f"{parallel.ranks} a rank holds columns of some matrices, and this optimizer needs rows or all of "
+                f"them; choose one of {', '.join(_BY_NUMBERS)}, or the bridge 'broadcast'"
+            )
+
+
 def _check_shared_memory(
-    engine: EngineSpec, model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage]
+    engine: EngineSpec, model: ModelSpec, precision: PrecisionSpec, stages: Mapping[str, Stage], ranks: int
 ) -> None:
     if isinstance(engine, VllmEngineSpec):
         if engine.sleep == "free":
@@ -119,15 +149,16 @@ def _check_shared_memory(
                 "engine.sleep = 'free': under sync.bridge = 'shared' the trainer uses the engine's weights, so their "
                 "memory cannot be freed; leave sleep out, or choose another bridge"
             )
-        if engine.tensor_parallel > 1:
+        if engine.tensor_parallel != ranks:
             raise ValueError(
-                f"engine.tensor_parallel = {engine.tensor_parallel}: under sync.bridge = 'shared' one trainer cannot "
-                "train in the shards of several workers; choose 'broadcast', or tensor_parallel = 1"
+                f"engine.tensor_parallel = {engine.tensor_parallel}: under sync.bridge = 'shared' each rank of the "
+                f"trainer trains in the memory of one of vLLM's workers, and parallel.ranks = {ranks}; make them "
+                "equal, or choose 'broadcast'"
             )
-        if engine.gpus not in ((), (0,)):
+        if engine.gpus not in ((), tuple(range(ranks))):
             raise ValueError(
                 f"engine.gpus = {list(engine.gpus)}: under sync.bridge = 'shared' the one copy of the weights lies on "
-                "the trainer's GPU, which is number 0; leave gpus out, or choose 'broadcast'"
+                f"the trainer's GPUs, which are numbers 0 to {ranks - 1}; leave gpus out, or choose 'broadcast'"
             )
     if model.lora is not None:
         raise ValueError(

@@ -17,7 +17,7 @@ from tandem.spec.evaluation import EvalSpec, LossEvalSpec
 from tandem.spec.liveness import LivenessSpec
 from tandem.spec.model import ModelSpec, PresetModel
 from tandem.spec.own import OwnAlgorithmSpec, OwnName, as_own, check_recorded
-from tandem.spec.pairing import check_sync, usual_bridge
+from tandem.spec.pairing import check_shared_ranks, check_sync, usual_bridge
 from tandem.spec.parallel import ParallelSpec, check_parallel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
 from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, PreferenceStage, RewardModelSpec
@@ -154,7 +154,7 @@ class RlSpec(_RunSpecBase):
                 f"{self.sync.every - 1}"
             )
         self._check_environment()
-        check_sync(self.sync, self.engine, self.model, self.precision, self.stages)
+        check_sync(self.sync, self.engine, self.model, self.precision, self.stages, self.parallel.ranks)
         if not isinstance(self.rollouts, LocalRollouts) and isinstance(self.engine, HfEngineSpec):
             raise ValueError(
                 f"rollouts.kind = '{self.rollouts.kind}': environments in other processes cannot reach engine.kind = "
@@ -188,11 +188,8 @@ class RlSpec(_RunSpecBase):
                 f"sync.bridge = '{self.sync.bridge}': with parallel.ranks = {ranks} adapters are sent as they are, not "
                 "merged; choose 'adapter' or 'adapter_broadcast'"
             )
-        if self.sync.traits.single_copy:
-            raise ValueError(
-                f"sync.bridge = '{self.sync.bridge}': one process has the only copy of the weights, and parallel.ranks "
-                f"= {ranks}; choose 'broadcast' or 'disk', or with [model.lora] 'adapter' or 'adapter_broadcast'"
-            )
+        if self.sync.traits.shares_memory:
+            check_shared_ranks(self.parallel, self.engine, self.stages)
         if getattr(self.sync, "backend", "") == "ipc" and not by_adapter:
             raise ValueError(
                 f"sync.backend = 'ipc': shared memory belongs to one process, and parallel.ranks = {ranks}; choose "

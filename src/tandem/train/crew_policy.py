@@ -104,10 +104,10 @@ class CrewPolicy:
     @torch.no_grad()
     def _do_load_trained(self, path: str) -> None:
         shapes = self.inner.full_shapes()
-        starts = {part.name: part.row_start for part in self.inner.trained_parts()}
+        starts = {part.name: (part.row_start, part.col_start) for part in self.inner.trained_parts()}
         with row_file.opened(Path(path)) as file:
             parts = [
-                Part(name, tensor, starts.get(name, 0), 0, shapes[name]) for name, tensor in self.inner.trainable()
+                Part(name, tensor, *starts.get(name, (0, 0)), shapes[name]) for name, tensor in self.inner.trainable()
             ]
             for part in parts:
                 file.check(part)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,15 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.errors import CheckpointError, RanksDiverged, SyncError
+from tandem.errors import CheckpointError, RanksDiverged
 from tandem.io import atomic_write, row_file
 from tandem.ops import digest
+from tandem.ops.parts import rows_and_cols
 from tandem.ops.row_packing import cost
 from tandem.protocols import Policy
 from tandem.train import balance, micro_wire
 from tandem.train.batch_packing import plain_row
 from tandem.train.crew import Crew
-from tandem.train.gradient_tree import largest_of, norm_of, sum_in_steps
+from tandem.train.gradient_tree import largest_of, norm_of, row_squares, sum_in_steps
 from tandem.train.kl_estimate import gain, give_kl
 from tandem.train.memory_accounting import size_bytes
 from tandem.train.row_save import FileParts, RowSave
@@ -45,6 +46,7 @@ class PolicyOnRanks(Policy, Protocol):
 
     def trained_parts(self) -> list[Part]: ...  # of this rank; what all hold is rank 0's
     def full_shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # of what is trained here, by name
+    def uncounted(self) -> Collection[str]: ...  # what another rank has, too, and counts in sums over ranks
     def replicas(self) -> Iterator[tuple[str, Tensor]]: ...  # what every rank holds
     def parts(self) -> Iterator[Part]: ...  # of the module, on this rank; what all hold is rank 0's
     def row_deployer(self) -> Any: ...  # model/export_rows.py
@@ -111,7 +113,8 @@ class CrewTrainer(TreeTrainer):
         crew = self._crew
         self._check_version(version)
         reports = self.backward(self._mine(sizes), widths, present, Totals(*totals), computed)
-        squares = self.squares()
+        counted = {name: each for name, each in self._gradients.items() if name not in self._ours.uncounted()}
+        squares = row_squares(counted, self._ours.full_shapes())
         of_ranks = crew.gather(largest_of(squares))
         largest = max(of_ranks) if all(map(math.isfinite, of_ranks)) else math.nan
         return {"reports": reports, "largest": largest, "steps": sum_in_steps(squares, largest)}
@@ -206,9 +209,8 @@ class CrewTrainer(TreeTrainer):
         self._base: dict[str, Tensor] = dict(found) if self._crew.rank == 0 else dict(_none(found))
 
     def live_in(self, storage: Mapping[str, Tensor]) -> None:
-        raise SyncError(
-            "sync.bridge: one copy of the weights does not go with parallel.ranks > 1; choose a bridge that sends rows"
-        )
+        """Rank 0's part; the other ranks did so when they mapped their workers' memory (train/crew_memory.py)."""
+        self._ours.live_in(storage)
 
     # --- checkpoints
 
@@ -233,9 +235,10 @@ class CrewTrainer(TreeTrainer):
     def _parts(self) -> dict[str, list[Part]]:
         """All that this rank has of both."""
         shapes = self._ours.full_shapes()
-        starts = {part.name: part.row_start for part in self._ours.trained_parts()}
+        starts = {part.name: (part.row_start, part.col_start) for part in self._ours.trained_parts()}
         weights = {
-            name: Part(name, tensor.detach(), starts.get(name, 0), 0, shapes[name]) for name, tensor in self._parameters
+            name: Part(name, tensor.detach(), *starts.get(name, (0, 0)), shapes[name])
+            for name, tensor in self._parameters
         }
         state: list[Part] = []
         cut = self._optimizer.cut()
@@ -243,8 +246,8 @@ class CrewTrainer(TreeTrainer):
             part = weights[key.rpartition("|")[0]]
             if key in cut:
                 state.append(Part(key, tensor, cut[key][0], 0, cut[key][1]))
-            elif _is_by_rows(tensor, part):
-                state.append(Part(key, tensor, part.row_start, 0, (part.full_shape[0], *tensor.shape[1:])))
+            elif tensor.ndim > 0 and len(tensor) == len(part.tensor):
+                state.append(_cut_alike(key, tensor, part))
             else:
                 state.append(Part(key, tensor, 0, 0, tuple(tensor.shape)))
         return {"weights": list(weights.values()), "optimizer": state}
@@ -357,8 +360,15 @@ def _ranks(numbers: Sequence[str]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
-def _is_by_rows(tensor: Tensor, part: Part) -> bool:
-    return tensor.ndim > 0 and len(tensor) == len(part.tensor)
+def _cut_alike(key: str, tensor: Tensor, part: Part) -> Part:
+    """Return state that has the parameter's rows, and its columns or blocks of them, as a part of all ranks' state."""
+    mine, whole = (rows_and_cols(shape)[1] for shape in (part.tensor.shape, part.full_shape))
+    if mine == whole:
+        return Part(key, tensor, part.row_start, 0, (part.full_shape[0], *tensor.shape[1:]))
+    cols = tensor.shape[1]
+    return Part(
+        key, tensor, part.row_start, part.col_start * cols // mine, (part.full_shape[0], cols * (whole // mine))
+    )
 
 
 def _none(items: Iterator[Any]) -> Iterator[Any]:

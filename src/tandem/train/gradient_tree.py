@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from tandem.ops.leaf_sum import Gradients, LeafSum
+from tandem.ops.named_tensors import in_blocks
+from tandem.ops.parts import numbers_a_norm
 
 _STEPS = 2.0**38
 
@@ -99,9 +101,15 @@ def tree(leaves: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def row_squares(gradients: Mapping[str, Tensor]) -> Tensor:
-    """Return the square of the norm of each row, in double precision. A row is whole on one rank."""
-    norms = [torch.linalg.vector_norm(_rows(each), dim=1, dtype=torch.float32) for each in gradients.values()]
+def row_squares(gradients: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]] | None = None) -> Tensor:
+    """Return the square of the norm of each row, or block of one, in double precision: each is whole on one rank.
+    `shapes`: of whole tensors, where these are parts of them."""
+    norms = [
+        torch.linalg.vector_norm(
+            in_blocks(each, numbers_a_norm(name, (shapes or {}).get(name, each.shape))), dim=1, dtype=torch.float32
+        )
+        for name, each in gradients.items()
+    ]
     return torch.cat(norms).double().square() if norms else torch.zeros(0, dtype=torch.float64)
 
 
@@ -112,7 +120,7 @@ def largest_of(squares: Tensor) -> float:
 
 def sum_in_steps(squares: Tensor, largest: float) -> int:
     """Return the sum of the squares as a whole number of steps, 2^38 of which are `largest`, the largest of all ranks.
-    The sum of 2^24 rows fits in 64 bits."""
+    The sum of 2^24 squares fits in 64 bits."""
     if not 0.0 < largest < math.inf or not squares.numel():
         return 0
     return int((squares * (_STEPS / largest)).round().to(torch.int64).sum().item())
@@ -121,7 +129,3 @@ def sum_in_steps(squares: Tensor, largest: float) -> int:
 def norm_of(steps: int, largest: float) -> float:
     """Return the norm of a sum in steps; not finite if a square is not."""
     return math.sqrt(steps * (largest / _STEPS)) if math.isfinite(largest) else math.nan
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(tensor.shape[0], -1) if tensor.ndim else tensor.reshape(1, 1)

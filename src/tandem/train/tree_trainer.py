@@ -105,7 +105,7 @@ class TreeTrainer(PolicyTrainer):
         return reports
 
     def squares(self) -> Tensor:
-        """Of each row of the gradients, by which the norm is computed."""
+        """Of the gradients, by which the norm is computed (row_squares)."""
         return row_squares(self._gradients)
 
     def conclude(self, lr: float, scale: float) -> list[float]:

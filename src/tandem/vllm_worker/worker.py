@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tandem.bridge.shared import cuda_ipc
+from tandem.bridge.shared.receiver import SharedEnd
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.device_names import device_name
@@ -152,7 +153,7 @@ class EngineWorker:
             "digests": digest.fused(self._theirs.device),
             **handles,
         }
-        if self._world > 1 and source.carries == "full":
+        if self._world > 1 and source.carries in ("full", "live"):
             reply["boxes"] = self._layout.boxes()
         if source.carries == "adapter":
             if self._adapters is None:
@@ -312,19 +313,26 @@ class EngineWorker:
     # --- the single copy
 
     def _share_weights(self, source: EngineEnd) -> Answer:
-        if self._theirs.device.type != "cuda":
-            raise SyncError(
-                "shared: vLLM's CPU build keeps weights in memory of its own; use sync.bridge = 'broadcast' or 'disk'"
-            )
-        if self._world > 1:
-            raise SyncError("shared: one trainer process cannot train in the shards of several workers")
         if getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
             raise SyncError("shared: memory that vLLM may put to sleep cannot be shared; start it without sleep mode")
-        tensors = self._views()
-        source.memory_for(tensors)
+        if self._theirs.device.type == "cuda":
+            source.memory_for(self._views())
+        else:
+            assert isinstance(source, SharedEnd)
+            self._move_into(source)
         source.attached({})
         self._shared_params = self._parameters()
         return {"handles": source.reply["handles"]}
+
+    def _move_into(self, source: SharedEnd) -> None:
+        """On a CPU: move vLLM's parameters into memory that can be shared."""
+        params = dict(self._model.named_parameters())
+        for path, home in source.memory_for(params).items():
+            home.copy_(params[path].data)
+            params[path].data = home
+        self._layout = layout_of(self._model)
+        self._served = served_memory.ServedMemory(self._layout)
+        source.lend(self._views())
 
     def _exported_base(self) -> Answer:
         """Export the base for a trainer on this GPU, which has the same values. It is never written."""

@@ -109,6 +109,21 @@ class Segment:
         offset = tensor.storage_offset() * tensor.element_size()
         return f"{offset:x} {list(tensor.shape)} {list(tensor.stride())} {dtype_name(tensor.dtype)}"
 
+    def lend(self, tensors: Mapping[str, Tensor]) -> None:
+        """Name these views of this memory in the handle, in place of what it has now."""
+        width = {name: tensor.element_size() for name, tensor in tensors.items()}
+        places = {
+            name: {
+                "offset": tensor.storage_offset() * width[name],
+                "shape": list(tensor.shape),
+                "stride": list(tensor.stride()),
+                "dtype": dtype_name(tensor.dtype),
+            }
+            for name, tensor in tensors.items()
+        }
+        self.handle = {**self.handle, "tensors": places}
+        self.tensors = {name: self._view(name, place) for name, place in places.items()}
+
     def close(self) -> None:
         """Close the owner's descriptor. The mapping stays as long as a tensor uses it."""
         if self.handle["pid"] == os.getpid():

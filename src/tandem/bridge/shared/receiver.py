@@ -56,6 +56,13 @@ class SharedEnd:
             raise SyncError(f"shared: the engine's tensors are on {sorted(kinds)}; this mode needs one of cpu and cuda")
         return self._tensors
 
+    def lend(self, tensors: Mapping[str, Tensor]) -> None:
+        """Share these views of the memory that `memory_for` gave, in place of what it was asked for."""
+        assert self._segment is not None
+        self._segment.lend(tensors)
+        self._tensors = tensors
+        self._places = {name: self._segment.place(tensor) for name, tensor in tensors.items()}
+
     def attached(self, reply: Mapping[str, Any]) -> None:
         self.reply = dict(reply)
         if self._segment is not None:  # otherwise a worker of this engine shared them, and `reply` has its handles

@@ -32,7 +32,7 @@ from typing import Any
 from tandem.engine.vllm.process import CONTROL_S, RequestGate, VllmProcess
 from tandem.errors import EngineError, EngineLost, SyncError, SyncTimeout
 from tandem.io.finish_anyway import to_its_end
-from tandem.ops.digest import combine, parted, text, texts
+from tandem.ops.digest import combine, parted, side_by_side, text, texts
 from tandem.ops.option_report import requested
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import WeightSource
@@ -114,6 +114,8 @@ class WeightUpdate:
         reply["places"] = [place for answer in answers for place in answer["places"]]
         if "boxes" in first:
             reply["boxes"] = [answer["boxes"] for answer in answers]
+        if "handles" in first and len(answers) > 1:
+            reply["handles"] = [answer["handles"] for answer in answers]
         reply["devices"] = [answer["device"] for answer in answers]
         reply |= more
         if self._process.options.adapter_slots and self._process.options.device != "cpu":
@@ -176,7 +178,11 @@ class WeightUpdate:
             await self._gate.open()
             paused_s = time.perf_counter() - shut
             phases.end("resume")
-            served = answers[0].get("fingerprints") or await self._proven(version)
+            if "fingerprints" in answers[0]:
+                told = [answer["fingerprints"] for answer in answers]
+                served = told[0] if len(told) == 1 else side_by_side(told)
+            else:
+                served = await self._proven(version)
         except BaseException as error:
             await self._after_failed_load(str(error) or type(error).__name__, live=live)
             raise
