@@ -50,3 +50,12 @@ def test_a_run_says_whether_free_memory_is_given_back(
     options: list[tuple[str, Any, bool, str]] = []
     training.show_life(trainer, lambda: None, lambda *option: options.append(option))
     assert options == [("free memory given back", True, *each) for each in told]
+
+
+def test_a_run_says_once_that_its_gpu_is_full_in_step_after_step(caplog: pytest.LogCaptureFixture):
+    counts = iter([2, 2, 3, 5, 6])
+    full = memory_accounting.FullGpu(lambda: next(counts))
+    assert [full.since_last() for _ in range(5)] == [2, 0, 1, 2, 1]
+    assert [record.getMessage()[:97] for record in caplog.records] == [
+        "the GPU is so full that torch gave memory back to the driver in 3 steps, in this one 2 times: ste"
+    ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +15,9 @@ from tandem.ops.byte_sizes import GIVEN_BACK_BYTES, MemoryParts, peak
 from tandem.protocols import Optimizer, Policy
 from tandem.types import Metrics, MicroBatch
 
+_log = logging.getLogger(__name__)
 _GIB = 2**30
+_FULL_STEPS = 3
 
 
 class MemoryBreakdown:
@@ -34,6 +37,7 @@ class MemoryBreakdown:
         held_bytes = size_bytes([*held, *optimizer.state().values()])
         self.gives_back = not self._on_gpu and held_bytes >= GIVEN_BACK_BYTES
         self._logits_gib: tuple[float, ...] = (0.0, 0.0)
+        self._full = FullGpu(lambda: torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
     @contextmanager
     def exact(self) -> Iterator[None]:
@@ -103,8 +107,30 @@ class MemoryBreakdown:
     def peak(self) -> Metrics:
         """Return the peak: on a GPU of this stage's allocations, otherwise of the whole process."""
         if self._on_gpu:
-            return {"memory/peak": torch.cuda.max_memory_allocated() / _GIB}
+            return {"memory/peak": torch.cuda.max_memory_allocated() / _GIB, "memory/retries": self._full.since_last()}
         return {"memory/peak": release_host_memory.peak_bytes() / _GIB}
+
+
+class FullGpu:
+    """Counts how often torch found no memory for a tensor until it had given all that it kept back to the driver. The
+    GPU does nothing meanwhile, and the memory has to be asked for again."""
+
+    def __init__(self, retries: Callable[[], int]) -> None:
+        self._retries, self._before, self._steps = retries, 0, 0
+
+    def since_last(self) -> float:
+        """Called after each step. The first steps are no sign: they find out what is needed."""
+        now = self._retries()
+        new, self._before = now - self._before, now
+        self._steps += new > 0
+        if new and self._steps == _FULL_STEPS:
+            _log.warning(
+                "the GPU is so full that torch gave memory back to the driver in %d steps, in this one %d times: steps "
+                "take longer for it; a smaller micro_tokens leaves room",
+                self._steps,
+                new,
+            )
+        return float(new)
 
 
 class _Saved:
