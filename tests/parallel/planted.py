@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from crew_cases import recorded_group
 from safetensors.torch import load_file
+from worker_memory import Worker, reply_of, served
 
 from tandem.build import crew as build
 from tandem.errors import TandemError
@@ -30,6 +31,7 @@ SPEC: dict[str, Any] = {
     "parallel": {"ranks": 2, "deadline_s": 60.0},
 }  # fmt: skip
 ON_TWO_HOSTS = {**SPEC, "parallel": {**SPEC["parallel"], "hosts": 2}}
+IN_ENGINE = {**SPEC, "engine": {"kind": "vllm", "tensor_parallel": 2}, "sync": {"bridge": "shared", "digest": True}}
 LORA = {**SPEC, "model": {"preset": "tiny", "lora": {"rank": 4}}, "sync": {"bridge": "adapter"}}
 
 
@@ -55,6 +57,14 @@ class Planter:
             mine.copy_(theirs)
         if self.crew.rank == 0:
             return
+        if what == "weights that are elsewhere again":
+            name = "model.layers.1.mlp.down_proj.weight"
+            mine = next(each for each in rows.local if each.name == name).tensor
+            if not back:
+                self.home = mine.data
+            mine.data = self.home if back else mine.clone()
+        if what == "a norm that differs":
+            dict(rows.whole)["model.layers.0.input_layernorm.weight"].mul_(0.5 if back else 2.0)  # exact, both ways
         if what == "an adapter that differs":
             rows.whole[3][1].view(-1)[5] += -0.25 if back else 0.25
         if what == "rows of a host that differ":
@@ -91,6 +101,7 @@ def lead(home: Path) -> dict[str, Any]:
             found |= tried(
                 crew, trainer, model, checked, algorithm, home / f"{checked.sync.bridge}-{checked.parallel.hosts}"
             )
+        found |= in_engine(crew, home)
     finally:
         if crew is not None:
             crew.close()
@@ -160,6 +171,95 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
             "version": trainer.version,
         }
     return found
+
+
+def in_engine(crew: Crew, home: Path) -> dict[str, Any]:
+    """Two ranks that train in the memory of two workers. Their tensors are where a worker serves them."""
+    import random
+
+    from test_equal_bytes import write_model
+
+    from tandem.bridge.shared.sender import SharedBridge
+    from tandem.build import training
+    from tandem.ops.digest import side_by_side
+    from tandem.train.crew_memory import CrewMemory
+
+    write_model(home / "model")
+    spec = {**IN_ENGINE, "model": {"path": str(home / "model")}}
+    crew.order("begin", spec=spec)
+    checked = parse_spec(spec)
+    model = training.run_model(checked, crew)
+    algorithm = training.algorithm(checked.algorithm, 8)
+    model.policy.keep_reference()
+    trainer = training.trainer(checked.train, model, algorithm, 0, 0)
+    make, rng = training.batches(checked.train, model, algorithm), random.Random(1)
+    shapes = model.policy.full_shapes()
+    derived = [name for name, _ in model.policy.module.named_buffers()]
+    bridge = SharedBridge(5.0, digest=True, ranks=2)
+    through = CrewMemory(crew, bridge)
+    found: dict[str, Any] = {}
+
+    def attach(order: tuple[int, int]) -> list[Worker]:
+        source = bridge.source(2)
+        workers = [Worker(source.link, shapes, number, 2) for number in range(2)]
+        source.attached(reply_of([workers[each] for each in order], derived))
+        storage = through.storage()
+        assert storage is not None
+        trainer.live_in(storage)
+        return workers
+
+    def publish(workers: list[Worker]) -> str:
+        try:
+            sent = through.send(trainer.export("live"))
+            proofs = [worker.end.receive(trainer.version).expected for worker in workers]
+        except TandemError as error:
+            return f"{type(error).__name__}: {error}"
+        theirs = side_by_side(proofs)
+        odd = [name for name in theirs | sent.fingerprints if theirs.get(name) != sent.fingerprints.get(name)]
+        return f"proven {sent.bytes_moved}" if not odd else f"differs: {odd}"
+
+    def step() -> None:
+        trainer.step(make([recorded_group(rng, 4, trainer.version) for _ in range(2)], trainer.version))
+
+    before = trainer.fingerprints()
+    try:
+        attach((1, 0))
+    except TandemError as error:
+        found["swapped workers"] = f"{type(error).__name__}: {error}"
+    workers = attach((0, 1))
+    found["in the engine: the values moved with them"] = served(workers, shapes) == without(trainer, derived) == {
+        name: each for name, each in before.items() if name not in derived
+    }  # fmt: skip
+    found["in the engine: published"] = [publish(workers)]
+    for _ in range(2):
+        step()
+        found["in the engine: published"].append(publish(workers))
+    found["in the engine: what is served"] = served(workers, shapes) == without(trainer, derived) != before
+    model.policy.write_trained(home)
+    whole = digest.fingerprints(load_file(home / "weights.safetensors"))
+    found["in the engine: the digests of one rank"] = served(workers, shapes) == whole
+    trainer.save(home / "in-engine")
+    ids = list(range(2, 40))
+    then, scores = served(workers, shapes), trainer.score(ids, 20)
+    step()
+    moved = served(workers, shapes) != then
+    trainer.load(home / "in-engine")
+    found["in the engine: loaded"] = moved and served(workers, shapes) == then and trainer.score(ids, 20) == scores
+    found["in the engine: published after that"] = publish(workers)
+    for what in ("weights that are elsewhere again", "a norm that differs"):
+        crew.order("plant", what=what, back=False)
+        found[what] = publish(workers)
+        crew.order("plant", what=what, back=True)
+    name = "model.layers.1.mlp.up_proj.weight"
+    workers[1].end._tensors = {**workers[1].end._tensors, name: workers[1].tensors[name].clone()}
+    workers[1].end._digests = None
+    step()
+    found["a worker that serves an older piece"] = publish(workers)
+    return found
+
+
+def without(trainer: Any, names: list[str]) -> dict[str, str]:
+    return {name: said for name, said in trainer.fingerprints().items() if name not in names}
 
 
 def kept_alone(rows: Any) -> list[bool]:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from crew_cases import do_stages
 
+from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import MEASURED
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -51,18 +53,27 @@ CASES = {
     "groups": {"recipe": "rl"},
     "groups own loss": {"recipe": "rl", "algorithm": {"name": f"{OWN}:loss", "reference": True}},
     "groups lora": {"recipe": "rl", "model": {"lora": {"rank": 4}}},
+    "groups in the engine": {"recipe": "rl", "in_engine": True},
+    "groups in the engine bf16": {
+        "recipe": "rl",
+        "in_engine": True,
+        "optimizer": "adamw_8bit",
+        "precision": {"weights": "bfloat16"},
+        "model": {"activations": "recompute"},
+    },
 }
 LAYOUTS = {
     (2, 1): [
         "sft", "sft bf16 recompute", "sft adamw_8bit", "sft muon bf16", "sft apollo", "sft adafactor", "sft lora bf16",
         "preference", "groups lora", "sft own by rows", "groups own loss",
         "sft own loss", "preference own loss", "kto", "sft by step", "sft by step bf16",
+        "groups in the engine", "groups in the engine bf16",
     ],
     (2, 2): ["sft bf16", "sft lora", "sft muon", "groups", "sft own whole bf16", "kto lora", "sft by step"],
     (4, 1): [
         "sft recompute", "sft bf16", "sft bf16 fp32 master", "sft muon", "sft apollo_mini bf16", "sft adafactor",
         "sft lora", "sft lora muon", "preference lora", "groups", "kto",
-        "sft by step", "sft by step lora bf16", "groups by step",
+        "sft by step", "sft by step lora bf16", "groups by step", "groups in the engine bf16",
     ],
     (4, 2): ["sft", "sft bf16 recompute", "sft adamw_8bit", "sft lora bf16", "preference", "groups lora", "orpo lora",
              "sft by step bf16", "sft by step lora bf16"],
@@ -75,9 +86,9 @@ SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
 """Files with times in them, or with a set's order of this process."""
 
 
-def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    recipe = changes.get("recipe", "sft")
-    model = {"preset": "tiny", **changes.get("model", {})}
+def spec_of(home: Path, changes: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
+    recipe, in_engine = changes.get("recipe", "sft"), changes.get("in_engine", False)
+    model = {**({"path": str(home / "model")} if in_engine else {"preset": "tiny"}), **changes.get("model", {})}
     spec: dict[str, Any] = {
         "recipe": recipe, "model": model, "checkpoint": {"every": STEPS},
         "eval": {"every": STEPS // 2, "examples": 3},
@@ -92,6 +103,8 @@ def spec_of(home: Path, changes: dict[str, Any]) -> dict[str, Any]:
             "algorithm": changes.get("algorithm", {"kind": "grpo", "kl_coef": 0.05}),
             "engine": {"kind": "server"}, "sync": {"bridge": "adapter" if "lora" in model else "broadcast"},
         }  # fmt: skip
+        if in_engine and ranks > 1:  # each rank holds what one of vLLM's workers would
+            spec |= {"engine": {"kind": "vllm", "tensor_parallel": ranks}, "sync": {"bridge": "shared"}}
         spec["train"] |= {"groups_per_step": 4, "group_size": 4} | changes.get("train", {})
     else:
         spec["data"] = {"kind": "file", "path": str(home / f"{changes.get('data', recipe)}.jsonl"), "eval_share": 0.1}
@@ -119,10 +132,27 @@ def write_data(home: Path) -> None:
         (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
 
 
+def write_model(directory: Path) -> None:
+    """With heads, rows and columns that vLLM's workers can deal evenly, in blocks of 8-bit moments, too."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = byte_tokenizer(54)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=1024, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    assert config.vocab_size == 320
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("crews")
     write_data(home)
+    write_model(home / "model")
     stages = {1: [work(home, 1, 1, case) for case in CASES]}
     for (ranks, hosts), cases in LAYOUTS.items():
         stages.setdefault(ranks, []).extend(work(home, ranks, hosts, case) for case in cases)
@@ -133,7 +163,7 @@ def trained(tmp_path_factory) -> Path:
 def work(home: Path, ranks: int, hosts: int, case: str) -> dict[str, Any]:
     changes = CASES[case]
     to, sums = place(ranks, hosts, case), changes.get("sums", "round")
-    return {"spec": spec_of(home, changes), "hosts": hosts, "sums": sums, "to": to}
+    return {"spec": spec_of(home, changes, ranks), "hosts": hosts, "sums": sums, "to": to}
 
 
 def place(ranks: int, hosts: int, case: str) -> str:

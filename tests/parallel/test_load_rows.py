@@ -18,7 +18,7 @@ from tandem.model.cast_precision import narrow
 from tandem.model.load_checkpoint import load_model
 from tandem.model.load_rows import opened_model
 from tandem.model.lora import add_lora
-from tandem.ops.parts import rows_of
+from tandem.ops.parts import box_of_rank
 from tandem.spec.model import LoraSpec
 
 MAIN = "main"
@@ -45,7 +45,7 @@ def test_the_rows_of_all_ranks_are_the_model(tmp_path: Path, ranks: int, options
         names = dict(module.named_parameters())
         assert list(names) == list(dict(whole.named_parameters()))
         for name, exact in whole.named_parameters():
-            parts = [rows_of_parameter(names[name], *rows_of(len(exact), rank, ranks)) for rank in range(ranks)]
+            parts = [rows_of_parameter(names[name], box_of_rank(exact.shape, rank, ranks)) for rank in range(ranks)]
             assert torch.equal(torch.cat(parts), exact), name
             assert torch.cat(parts).dtype == torch.float32
     for name, buffer in whole.named_buffers():
@@ -78,7 +78,7 @@ def test_adapters_stand_around_a_model_that_is_read_by_rows(tmp_path: Path) -> N
         names = dict(module.named_parameters())
         assert list(names) == list(dict(whole.named_parameters()))
         for name, exact in whole.named_parameters():
-            mine = names[name] if ".lora_" in name else rows_of_parameter(names[name], 0, len(exact))
+            mine = names[name] if ".lora_" in name else rows_of_parameter(names[name], box_of_rank(exact.shape, 0, 1))
             assert torch.equal(mine, exact), name
 
 
@@ -95,7 +95,11 @@ def test_adapters_on_a_narrow_base_begin_as_on_one_rank(tmp_path: Path) -> None:
         assert module.config.to_dict() == whole.config.to_dict()
         names = dict(module.named_parameters())
         for name, there in whole.named_parameters():
-            mine = names[name] if ".lora_" in name else rows_of_parameter(names[name], 0, len(there)).to(there.dtype)
+            mine = (
+                names[name]
+                if ".lora_" in name
+                else rows_of_parameter(names[name], box_of_rank(there.shape, 0, 1)).to(there.dtype)
+            )
             assert torch.equal(mine, there), name
             assert names[name].dtype == there.dtype
 
@@ -161,7 +165,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from tandem.model.load_rows import opened_model
-from tandem.ops.parts import rows_of
+from tandem.ops.parts import box_of_rank
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
@@ -173,7 +177,7 @@ before, held = status("VmRSS"), []
 with opened_model(sys.argv[1], "main", "sdpa") as (module, rows):
     largest = max(tensor.numel() * 4 for tensor in module.parameters())
     for parameter in module.parameters():
-        held.append(rows(parameter, *rows_of(len(parameter), 1, 4)))
+        held.append(rows(parameter, box_of_rank(parameter.shape, 1, 4)))
 print(status("VmHWM") - before, sum(tensor.nbytes for tensor in held), largest)
 """
 

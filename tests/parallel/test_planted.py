@@ -84,6 +84,28 @@ def test_swapped_rows_change_the_digest(found):
     assert found["rows are back"]
 
 
+def test_what_ranks_train_in_the_memory_of_workers_is_what_these_serve(found):
+    assert found["in the engine: the values moved with them"]
+    assert found["in the engine: published"] == ["proven 0"] * 3
+    assert found["in the engine: what is served"]
+    assert found["in the engine: the digests of one rank"]
+
+
+def test_a_checkpoint_is_loaded_into_the_memory_of_workers(found):
+    assert found["in the engine: loaded"]
+    assert found["in the engine: published after that"] == "proven 0"
+
+
+def test_pieces_that_are_not_what_is_trained_are_named(found):
+    """Planted in the memory of workers: swapped, elsewhere, older, or different on the ranks that all hold it."""
+    assert found["swapped workers"].startswith("SyncError: shared: of 'model.embed_tokens.weight' rank 0 trains rows")
+    elsewhere = found["weights that are elsewhere again"]
+    assert elsewhere.startswith("SyncError: rank 1 on host ")
+    assert "1 of the trainer's tensors are not in the engine's memory, as 'model.layers.1.mlp.down_proj" in elsewhere
+    assert found["a norm that differs"].startswith("RanksDiverged: 'model.layers.0.input_layernorm.weight' differs on")
+    assert found["a worker that serves an older piece"] == "differs: ['model.layers.1.mlp.up_proj.weight']"
+
+
 def test_loaded_rows_are_what_is_computed_with(found):
     """Planted by FSDP2 itself: what was gathered for a score is kept, and would be stale after a load."""
     assert found["scores"] == {"moved": True, "back": True, "version": 1}

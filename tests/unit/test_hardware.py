@@ -139,7 +139,7 @@ def test_on_a_cpu_nothing_changes_and_the_line_says_so():
 
 def test_a_line_has_the_setting_the_choice_and_the_reason():
     lines = choices_text(choose(rl(), H100)[1])
-    assert "left out: sync.bridge = 'shared': one copy of the weights on one GPU; nothing moves" in lines
+    assert "left out: sync.bridge = 'shared': one copy of the weights, in the engine's memory; nothing moves" in lines
     assert "left out: model.activations = 'selective', train.micro_tokens = 16384: 79 GiB of memory" in lines
 
 

@@ -34,10 +34,20 @@ REFUSED = {
     "model.activations = 'offload': does not go with parallel.ranks = 2": (SFT, {"model": {"activations": "offload"}}),
     "train.gradient_release = true: with parallel.shares = 2": (SFT, {"train": {"gradient_release": True}}),
     "engine.kind = 'hf': runs inside one process": (RL, {"engine": {"kind": "hf"}, "sync": {"bridge": "inproc"}}),
-    "sync.bridge = 'shared': one process has the only copy": (RL, {"sync": {"bridge": "shared"}}),
     "sync.bridge = 'broadcast': with parallel.ranks = 2 adapters are sent": (RL, {"model": {"lora": {"rank": 4}}}),
     "algorithm.kind = 'distill': its teacher": (RL, {"algorithm": {"kind": "distill", "teacher": "x"}}),
 }  # fmt: skip
+
+WORKERS = {"engine": {"kind": "vllm", "tensor_parallel": 2}, "sync": {"bridge": "shared"}}
+REFUSED_IN_ENGINE = {
+    "sync.bridge = 'shared': with parallel.ranks = 2 each rank": {"engine": {"kind": "server"}},
+    "engine.tensor_parallel = 1: under sync.bridge = 'shared' each rank": {"engine": {"tensor_parallel": 1}},
+    "engine.tensor_parallel = 4: under sync.bridge = 'shared' each rank": {"engine": {"tensor_parallel": 4}},
+    "engine.gpus = [1, 0]: under sync.bridge = 'shared' the one copy": {"engine": {"gpus": [1, 0]}},
+    "parallel.hosts = 2: under sync.bridge = 'shared' all ranks are on": {"parallel": {"hosts": 2}},
+    "train.optimizer.kind = 'muon': under sync.bridge = 'shared'": {"train": {"optimizer": {"kind": "muon"}}},
+    "engine.replicas = 2: bridge = 'shared' is one copy": {"engine": {"replicas": 2}},
+}
 
 
 def changed(spec: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +72,19 @@ def test_one_rank_takes_the_same(message):
     alone = changed(spec, changes)
     alone["parallel"] = {key: value for key, value in alone["parallel"].items() if key == "layout"}
     parse_spec(alone)
+
+
+@pytest.mark.parametrize("message", REFUSED_IN_ENGINE)
+def test_what_does_not_go_with_ranks_in_an_engine_s_memory_is_refused_by_name(message):
+    changes = REFUSED_IN_ENGINE[message]
+    spec = changed(RL, WORKERS)
+    parse_spec(spec)
+    if changes.get("engine", {}).get("kind"):
+        del spec["engine"]["tensor_parallel"]  # of vLLM alone
+    with pytest.raises(SpecError) as refused:
+        parse_spec(changed(spec, changes))
+    assert message in str(refused.value)
+    assert ";" in str(refused.value), "a refusal names the way out"
 
 
 def test_muon_goes_with_adapters_that_every_rank_holds():

@@ -13,14 +13,17 @@ from torch import nn
 
 from tandem.errors import SpecError
 from tandem.ops.parts import BY_COLUMNS, Cut
+from tandem.spec.bridges import SHARED
 from tandem.spec.engine_cuts import why_not_cut
 
+_FIELD = f"sync.bridge = '{SHARED.name}'"
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 
 
 def engine_cuts(module: Any, ranks: int) -> dict[str, Cut]:
     """Return the cut of each parameter. SpecError, with the name, for what cannot be cut so."""
     config = module.config.get_text_config()
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     cuts: dict[str, Cut] = {}
     for path, part in module.named_modules():
         for key, parameter in part.named_parameters(recurse=False):
@@ -28,8 +31,8 @@ def engine_cuts(module: Any, ranks: int) -> dict[str, Cut]:
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     lengths = {name: shape[cuts[name] == "cols"] for name, shape in shapes.items() if cuts[name] != "whole"}
     tables = {name for name in shapes if name.endswith(("embed_tokens.weight", "lm_head.weight"))}
-    if why_not := why_not_cut(ranks, config.num_key_value_heads, lengths, tables):
-        raise SpecError(f"sync.bridge = 'shared': {why_not}")
+    if why_not := why_not_cut(ranks, kv_heads, lengths, tables):
+        raise SpecError(f"{_FIELD}: {why_not}")
     return {name: cuts[name] for name in shapes}
 
 
@@ -37,12 +40,12 @@ def _cut(path: str, part: Any, key: str, parameter: Any) -> Cut:
     last = path.rpartition(".")[2]
     if isinstance(part, nn.Embedding) or (isinstance(part, nn.Linear) and last in _BY_ROWS):
         return "rows"
-    if isinstance(part, nn.Linear) and f"{last}.weight" in BY_COLUMNS:
+    if isinstance(part, nn.Linear) and last in BY_COLUMNS:
         return "cols" if key == "weight" else "whole"
     if parameter.ndim > 1:
         what = "experts are" if "expert" in path else f"a {type(part).__name__} is"
         raise SpecError(
-            f"sync.bridge = 'shared': '{path}.{key}': {what} not cut as vLLM's workers cut it, so ranks cannot train "
-            "in the workers' memory; choose 'broadcast'"
+            f"{_FIELD}: '{path}.{key}': {what} not cut as vLLM's workers cut it, so ranks cannot train in the workers' "
+            "memory; choose 'broadcast'"
         )
     return "whole"

@@ -59,8 +59,8 @@ def box_of_rank(shape: Sequence[int], rank: int, num_ranks: int, cut: Cut = "row
     return Box(*rows_of(rows, rank, num_ranks), 0, cols)
 
 
-BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
-"""Ends of the names of matrices that tensor-parallel engines cut by columns."""
+BY_COLUMNS = ("o_proj", "down_proj")
+"""Linear layers whose weights tensor-parallel engines cut by columns."""
 _NORM_BLOCKS = 8
 
 
@@ -69,4 +69,6 @@ def numbers_a_norm(name: str, shape: Sequence[int]) -> int:
     depend on no cut. A row of a matrix that engines cut by columns is in eight blocks, which no cut in 2, 4 or 8 parts
     divides. `shape`: of the whole tensor."""
     cols = rows_and_cols(shape)[1]
-    return cols // _NORM_BLOCKS if name.endswith(BY_COLUMNS) and cols % _NORM_BLOCKS == 0 else cols
+    return (
+        cols // _NORM_BLOCKS if name.removesuffix(".weight").endswith(BY_COLUMNS) and cols % _NORM_BLOCKS == 0 else cols
+    )

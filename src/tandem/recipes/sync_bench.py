@@ -111,7 +111,7 @@ def _row(
     from tandem.build import training
 
     row = BenchRow(name, _engine_kind(name, kind))
-    if why_not := _why_not(name, device, kind):
+    if why_not := _why_not(name, device):
         return replace(row, skipped=why_not), 0
     try:
         spec = bench_spec(name, shape, device, kind, home, options)
@@ -128,16 +128,12 @@ def _row(
     return summed_up(row, *measured, link_bytes_per_s), parameters
 
 
-def _why_not(name: str, device: str, kind: str) -> str:
+def _why_not(name: str, device: str) -> str:
     """Return why this machine cannot run that bridge; empty if it can."""
     import torch
 
-    traits = BRIDGES[name]
-
-    if device == "cuda" and traits.separate_gpus and torch.cuda.device_count() < 2:
+    if device == "cuda" and BRIDGES[name].separate_gpus and torch.cuda.device_count() < 2:
         return "trainer and engine need different GPUs, and there is one; 'shared' works with one"
-    if device == "cpu" and traits.shares_memory and kind == "vllm":
-        return "vLLM cannot share its memory on a CPU; 'shared' needs a GPU or the embedded engine"
     return ""
 
 

@@ -42,15 +42,15 @@ class BridgeTraits:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the trainer trains in the memory of one engine process, on one GPU. Such an engine may not free its
-        memory while it sleeps, 16-bit weights need a master copy, and no gradient may be applied before the whole step
-        is known to be good."""
+        """Whether the trainer trains in the engine's memory: of one process, or each rank in that of the worker on its
+        GPU. Such an engine may not free its memory while it sleeps, 16-bit weights need a master copy, and no gradient
+        may be applied before the whole step is known to be good."""
         return self.engine_end == "memory"
 
 
 INPROC = BridgeTraits("inproc", "engine and trainer share one module; nothing moves", "live", ("hf",), "module")
 SHARED = BridgeTraits(
-    "shared", "one copy of the weights on one GPU; nothing moves", "live", ("server", "vllm"), "memory"
+    "shared", "one copy of the weights, in the engine's memory; nothing moves", "live", ("server", "vllm"), "memory"
 )
 BROADCAST = BridgeTraits(
     "broadcast",

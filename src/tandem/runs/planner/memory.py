@@ -59,11 +59,13 @@ def all_ranks(spec: RunSpec) -> list[Rank]:
 
 
 def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank: Rank = ALONE) -> list[Phase]:
-    """Return the phases of one rank. What an engine takes of the trainer's device counts as the first one's."""
+    """Return the phases of one rank. What an engine takes of the trainer's device counts as the first one's, unless it
+    has a worker beside each rank."""
     several = rank.count > 1
     always = _always(spec, shape, spec.train, machine, rank)
     static = sum(always.values())
-    engine = _engine(spec, shape, work, machine) if rank.leads else {"awake": 0.0, "in training": 0.0}
+    beside = rank.leads or rank.in_engine
+    engine = _engine(spec, shape, work, machine) if beside else {"awake": 0.0, "in training": 0.0}
     process = machine.process_gib(adapters=spec.model.lora is not None, ranks=several)
     context = {"process": process}
     found = [_load(spec, shape, machine, rank)]
@@ -71,9 +73,9 @@ def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank:
         awake = engine["awake"]
         found.append(Phase("rollout", static + awake + process, {**always, "engine": awake, **context}))
     train = _train(spec, shape, spec.train, work.of_rank(rank.number), always, machine, rank)
-    beside = engine["in training"]
-    parts = {**train.parts, **({"engine": beside} if beside else {}), **context}
-    found.append(Phase("train", train.peak_gib + beside + process, parts))
+    kept = engine["in training"]
+    parts = {**train.parts, **({"engine": kept} if kept else {}), **context}
+    found.append(Phase("train", train.peak_gib + kept + process, parts))
     if isinstance(spec, RlSpec):
         staged = _staged_bytes(spec, shape, machine, rank) / _GIB
         peak = static + engine["awake"] + staged + process

@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.parts import BY_COLUMNS
 from tandem.runs.planner.calibration import Machine, machine, usd_per_hour
 from tandem.runs.planner.lengths import Lengths
 from tandem.runs.planner.memory import (
@@ -29,6 +30,7 @@ from tandem.runs.planner.rank_share import Rank
 from tandem.runs.planner.step_time import Times, times
 from tandem.runs.planner.workload import Work, work_of
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.engine_cuts import why_not_cut
 from tandem.spec.hardware import HardwareChoice
 from tandem.spec.model import LoraSpec
 from tandem.spec.optim import ApolloMiniSpec
@@ -126,7 +128,7 @@ def plan_run(
     found = of_ranks[0]
     peak = needed_gib(spec, shape, work, target)
     took = times(spec, shape, work, target)
-    bridge, why = _bridge(spec)
+    bridge, why = _bridge(spec, shape)
     fits, price = peak <= target.limit_gib, usd_per_hour(kind, prices)
     enough, why_none = ({}, "") if fits or not target.on_gpu else _enough_ranks(spec, shape, work_on, target)
     return Plan(
@@ -226,10 +228,20 @@ def _parameters(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     return {**shape.numbers, "adapters": adapters, "total": shape.total + adapters, "trained": trained}
 
 
-def _bridge(spec: RunSpec) -> tuple[str, str]:
+def _bridge(spec: RunSpec, shape: ModelShape) -> tuple[str, str]:
     if not isinstance(spec, RlSpec):
         return "none", "nothing is sampled"
-    return spec.sync.bridge, spec.sync.traits.summary
+    summary, ranks = spec.sync.traits.summary, spec.parallel.ranks
+    if ranks == 1 or not spec.sync.traits.shares_memory:
+        return spec.sync.bridge, summary
+    cut = {name: dims[name in BY_COLUMNS] for name, dims in shape.linears.items()}
+    cut |= {name: dims[0] for name, dims in zip(("embedding", "head"), shape.tables, strict=False)}
+    if why_not := why_not_cut(ranks, shape.kv_heads, cut, ("embedding", "head")):
+        return spec.sync.bridge, f"requested, not engaged: {why_not}; such a run is refused"
+    return (
+        spec.sync.bridge,
+        f"{summary}; engaged: each of {ranks} ranks trains in the memory of vLLM's worker on its GPU",
+    )
 
 
 def _gpus(spec: RunSpec) -> int:

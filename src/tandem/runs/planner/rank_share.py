@@ -9,7 +9,7 @@ from math import prod
 from tandem.ops.byte_sizes import Dims, ModelShape, keeps_gathered, sums_by_step
 from tandem.ops.parts import rows_of
 from tandem.spec.parallel import ParallelSpec, settled
-from tandem.spec.run import RunSpec
+from tandem.spec.run import RlSpec, RunSpec
 
 _TOGETHER = 2
 """Layers whose weights are whole at once: the one at work, and the next one, which is gathered meanwhile."""
@@ -25,11 +25,14 @@ class Rank:
     """Into how many runs of rows a tensor is cut; ranks that are so far apart hold the same rows."""
     gather: str = "layer"
     sums: str = "round"
+    in_engine: bool = False
+    """It trains in the memory of an engine's worker on its GPU, and has vectors whole."""
 
     @classmethod
     def of(cls, spec: RunSpec, number: int) -> Rank:
         parallel = settled(spec.parallel, deterministic=spec.deterministic)
-        return cls(number, parallel.ranks, parallel.row_shards, parallel.gather, parallel.sums)
+        shared = isinstance(spec, RlSpec) and spec.sync.traits.shares_memory and parallel.ranks > 1
+        return cls(number, parallel.ranks, parallel.row_shards, parallel.gather, parallel.sums, shared)
 
     @property
     def leads(self) -> bool:
@@ -37,6 +40,9 @@ class Rank:
         return self.number == 0
 
     def rows(self, dims: Dims) -> Dims:
+        """What it holds of a tensor: as many numbers where that is columns."""
+        if self.in_engine and len(dims) == 1:
+            return dims
         top, bottom = rows_of(dims[0], self.number % self.row_shards, self.row_shards)
         return (bottom - top, *dims[1:])
 
