@@ -1,12 +1,13 @@
 """Many LoRA adapters behind one base, as `tandem serve --adapter` has them: `python benchmarks/gpu/adapters.py hf`.
 
 The base has random weights of a released model's shape; the adapters are random too, over all its linear layers.
-Decode: streams start together, each kind of batch in turn, several rounds. A figure is the rate from a quarter of all
-tokens to the last; its share is of the batch on the base alone. `in turn`: row after row has the next adapter. `by
-chance`: each row has one drawn at random, so some have many rows and some have none. First token of a cold adapter: its
-files are written, flushed and dropped from the page cache; the time is from the reading of the files until a request's
-first token; digests of what was read and of what the engine holds are part of it. A warm one is loaded already. Nothing
-else runs meanwhile. The embedded engine computes in float32, vLLM in bfloat16. Numbers go to $OUT/adapters-ENGINE.json.
+Decode: streams start together, each kind of batch in turn, several rounds. A step is the time of all answers beyond
+that of answers a quarter as long, by token; its share is of the batch on the base alone. `in turn`: row after row has
+the next adapter. `by chance`: each row has one drawn at random, so some have many rows and some have none. First
+token of a cold adapter: its files are written, flushed and dropped from the page cache; the time is from the reading
+of them until a request's first token; digests of what was read and of what the engine holds are part of it. A warm
+one is loaded already. Nothing else runs meanwhile. The embedded engine computes in float32, vLLM in bfloat16. Numbers
+go to $OUT/adapters-ENGINE.json.
 
 python benchmarks/gpu/adapters.py hf|vllm [--shape qwen3-1.7b] [--streams 64 256] [--device cuda]
 """
@@ -91,14 +92,14 @@ class Measured:
 
     async def step_s(self, names: list[str]) -> float:
         """Return the time of a decode step of a batch whose rows have these adapters."""
-        times = list[float]()
+        few, many = self.options.tokens // 4, self.options.tokens
+        seconds = [await self.whole_s(names, tokens) for tokens in (few, many)]
+        return (seconds[1] - seconds[0]) / (many - few)
 
-        def told(*_: Any) -> None:
-            times.append(time.perf_counter())
-
-        await asyncio.gather(*(self.ask(name, self.options.tokens, told) for name in names))
-        at = len(times) // 4
-        return (times[-1] - times[at]) / (len(times) - 1 - at) * len(names)
+    async def whole_s(self, names: list[str], tokens: int) -> float:
+        began = time.perf_counter()
+        await asyncio.gather(*(self.ask(name, tokens, lambda *_: None) for name in names))
+        return time.perf_counter() - began
 
     async def first_token_s(self, adapter: str) -> float:
         began, first = time.perf_counter(), list[float]()
