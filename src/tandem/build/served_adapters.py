@@ -39,6 +39,13 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG).is_file() and not (directory / "config.json").exists()
 
 
+def rank_of(directory: Path) -> int:
+    try:
+        return int(json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{directory}: no LoRA adapter can be read from it: {error}") from error
+
+
 def read_adapter(directory: Path) -> ServedAdapter:
     """Return an adapter in PEFT's format. RunError if it cannot be served."""
     from safetensors import SafetensorError

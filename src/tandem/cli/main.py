@@ -305,7 +305,7 @@ def serve(
     adapter_slots: Annotated[
         int, typer.Option(min=0, help="With vllm: most adapters at a time. Default: those named, and 32 for a file.")
     ] = 0,
-    max_rank: Annotated[int, typer.Option(min=1, help="With vllm: highest adapter rank.")] = 16,
+    max_rank: Annotated[int, typer.Option(min=0, help="With vllm: highest adapter rank. 0: of those named.")] = 0,
 ) -> None:
     """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
     from tandem.recipes.serve import default_data_dir, serve_model
