@@ -1,14 +1,15 @@
-"""Many LoRA adapters behind one base, as `tandem serve --adapter` has them: `python benchmarks/gpu/adapters.py`.
+"""Many LoRA adapters behind one base, as `tandem serve --adapter` has them: `python benchmarks/gpu/adapters.py hf`.
 
 The base has random weights of a released model's shape; the adapters are random too, over all its linear layers.
-Decode: streams start together, each kind of batch in turn, several rounds. A figure is rows by the median time of a
-step, from the second token of all rows to the last; its share is of the batch on the base alone. `in turn`: row after
-row has the next adapter. `by chance`: each row has one drawn at random, so some have many rows and some have none.
-First token of a cold adapter: its files are written, flushed and dropped from the page cache; the time is from the
-reading of the files until a request's first token; digests of what was read and of what the engine holds are part of
-it. A warm one is loaded already. Nothing else runs meanwhile. Numbers go to $OUT/adapters.json.
+Decode: streams start together, each kind of batch in turn, several rounds. A step is the time of all answers beyond
+that of answers a quarter as long, by token; its share is of the batch on the base alone. `in turn`: row after row has
+the next adapter. `by chance`: each row has one drawn at random, so some have many rows and some have none. First
+token of a cold adapter: its files are written, flushed and dropped from the page cache; the time is from the reading
+of them until a request's first token; digests of what was read and of what the engine holds are part of it. A warm
+one is loaded already. Nothing else runs meanwhile. The embedded engine computes in float32, vLLM in bfloat16. Numbers
+go to $OUT/adapters-ENGINE.json.
 
-python benchmarks/gpu/adapters.py [--shape qwen3-1.7b] [--streams 64 256] [--device cuda]
+python benchmarks/gpu/adapters.py hf|vllm [--shape qwen3-1.7b] [--streams 64 256] [--device cuda]
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from safetensors.torch import save_file
 from standing import ask_for_checkpoint, checkpoint_of
 
 from common import note, table
+from tandem.build import standalone_engines
 from tandem.recipes.adapter_table import AdapterTable
 from tandem.recipes.serve import load_model
-from tandem.spec.engine import HfEngineSpec
+from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
 from tandem.types import Sampling
 
 LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -89,16 +91,15 @@ class Measured:
         await model.generate(prompt, sampling, on_token=told)
 
     async def step_s(self, names: list[str]) -> float:
-        """Return the median time of a decode step of a batch whose rows have these adapters."""
-        times = list[float]()
+        """Return the time of a decode step of a batch whose rows have these adapters."""
+        few, many = self.options.tokens // 4, self.options.tokens
+        seconds = [await self.whole_s(names, tokens) for tokens in (few, many)]
+        return (seconds[1] - seconds[0]) / (many - few)
 
-        def told(*_: Any) -> None:
-            times.append(time.perf_counter())
-
-        await asyncio.gather(*(self.ask(name, self.options.tokens, told) for name in names))
-        rows = len(names)
-        ends = times[rows - 1 :: rows]  # the last row's token of each step
-        return statistics.median(after - before for before, after in itertools.pairwise(ends[1:]))
+    async def whole_s(self, names: list[str], tokens: int) -> float:
+        began = time.perf_counter()
+        await asyncio.gather(*(self.ask(name, tokens, lambda *_: None) for name in names))
+        return time.perf_counter() - began
 
     async def first_token_s(self, adapter: str) -> float:
         began, first = time.perf_counter(), list[float]()
@@ -140,6 +141,7 @@ async def first_tokens(measured: Measured, cold: list[Path]) -> dict[str, list[f
             found["loaded"].append(1000 * loaded)
             found["cold"].append(1000 * (loaded + first))
             found["warm"].append(1000 * await measured.first_token_s(path.name))
+        await measured.engine.drop_adapter(path.name)
     return found
 
 
@@ -160,8 +162,28 @@ async def measure(engine: Any, num_ids: int, options: argparse.Namespace, home: 
     return found
 
 
+def load_hf(options: argparse.Namespace, _: Path) -> tuple[Any, int]:
+    spec = HfEngineSpec(max_running=max(options.streams), kv_gib=options.kv_gib)
+    model, engine = load_model(str(options.checkpoint), 0, spec, thinking=False, inline=False)
+    return engine, model.num_ids
+
+
+def start_vllm(options: argparse.Namespace, home: Path) -> tuple[Any, int]:
+    spec = VllmEngineSpec(
+        python=options.python, memory_share=options.share, max_running=max(options.streams),
+        max_context=options.prompt + options.tokens + 8,
+    )  # fmt: skip
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    how = standalone_engines.vllm_options(
+        spec, device=options.device, dtype=dtype, adapter_slots=options.adapters + 1, max_rank=options.rank
+    )
+    alone = standalone_engines.vllm_alone(spec, str(options.checkpoint), home, how, version=0, thinking=False)
+    return alone.engine, alone.num_ids
+
+
 def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    asked.add_argument("engine", choices=["hf", "vllm"])
     ask_for_checkpoint(asked, "qwen3-1.7b")
     asked.add_argument("--adapters", type=int, default=32)
     asked.add_argument("--rank", type=int, default=16)
@@ -170,17 +192,22 @@ def main() -> None:
     asked.add_argument("--tokens", type=int, default=48)
     asked.add_argument("--rounds", type=int, default=3)
     asked.add_argument("--cold", type=int, default=5)
-    asked.add_argument("--kv-gib", type=float, default=24.0)
+    asked.add_argument("--kv-gib", type=float, default=24.0, help="of hf")
+    asked.add_argument("--share", type=float, default=0.6, help="of the GPU's memory, for vLLM")
+    asked.add_argument("--python", default=standalone_engines.default_python(), help="vLLM's interpreter")
     options = asked.parse_args()
     began = time.perf_counter()
     options.checkpoint = checkpoint_of(options)
-    note(f"{options.adapters} adapters of rank {options.rank} on every linear layer of {options.checkpoint.name}")
-    spec = HfEngineSpec(max_running=max(options.streams), kv_gib=options.kv_gib)
-    model, engine = load_model(str(options.checkpoint), 0, spec, thinking=False, inline=False)
+    note(
+        f"{options.engine}: {options.adapters} adapters of rank {options.rank} on every linear layer of "
+        f"{options.checkpoint.name}"
+    )
     with tempfile.TemporaryDirectory() as home:
-        found = asyncio.run(measure(engine, model.num_ids, options, Path(home)))
-    found["seconds"] = time.perf_counter() - began
-    (Path(os.environ.get("OUT", ".")) / "adapters.json").write_text(json.dumps(found, indent=1))
+        engine, num_ids = (load_hf if options.engine == "hf" else start_vllm)(options, Path(home))
+        started = time.perf_counter() - began
+        found = asyncio.run(measure(engine, num_ids, options, Path(home)))
+    found |= {"engine": options.engine, "started_s": started, "seconds": time.perf_counter() - began}
+    (Path(os.environ.get("OUT", ".")) / f"adapters-{options.engine}.json").write_text(json.dumps(found, indent=1))
     table(
         ["streams", "adapters of the rows", "ms a step", "tokens/s", "of the base's"],
         [
@@ -192,7 +219,10 @@ def main() -> None:
     firsts = {kind: f"{statistics.median(ms):.1f}, most {max(ms):.1f}" for kind, ms in found["first_token_ms"].items()}
     print()
     table(["first token, ms", ""], [[kind, text] for kind, text in firsts.items()])
-    print(f"\n{options.adapters} adapters loaded in {found['load_all_s']:.1f} s; {found['seconds']:.0f} s in all")
+    print(
+        f"\nstarted in {started:.0f} s; {options.adapters} adapters loaded in {found['load_all_s']:.1f} s; "
+        f"{found['seconds']:.0f} s in all"
+    )
 
 
 if __name__ == "__main__":

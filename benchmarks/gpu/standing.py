@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from tandem.bridge.files.adapter import memory_backed
 from tandem.build import run_engines
 from tandem.io.child_process import Child
+from tandem.io.file_system import memory_backed
 from tandem.ops.memory_meter import DeviceMemory
 from tandem.recipes.random_checkpoints import SHAPES, random_checkpoint
 from tandem.spec.engine import VllmEngineSpec

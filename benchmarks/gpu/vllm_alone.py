@@ -30,9 +30,9 @@ from safetensors.torch import load_file, save_file
 from standing import ask_for_checkpoint, checkpoint_of
 
 from rollouts import PROMPT, prompt_of, vocabulary
-from tandem.bridge.files.adapter import memory_backed
 from tandem.build import standalone_engines
 from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.io.file_system import memory_backed
 
 WARM, ROUNDS, TIMES, RANK = 2, 8, 3, 16
 NCCL = ("--weight-transfer-config", '{"backend": "nccl"}')

@@ -20,9 +20,10 @@ from bridges import ADAPTER_CONFIG, COPYING, FILES, as_served, bits, meet, reply
 from safetensors.torch import load_file
 
 from tandem.bridge.common.manifest import Manifest, checksum
-from tandem.bridge.files.adapter import AdapterBridge, memory_backed
+from tandem.bridge.files.adapter import AdapterBridge
 from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.errors import SyncError
+from tandem.io.file_system import memory_backed
 from tandem.ops.digest import fingerprints
 from tandem.protocols import WeightBridge, WeightSource
 

@@ -16,10 +16,11 @@ import pytest
 import torch
 from bridges import bits, reply, tensors_for, weights_of
 
-from tandem.bridge.files.adapter import AdapterBridge, memory_backed
+from tandem.bridge.files.adapter import AdapterBridge
 from tandem.bridge.files.reader import FilesSource
 from tandem.bridge.files.reusable_files import ReusableFiles
 from tandem.errors import SyncError
+from tandem.io.file_system import memory_backed
 from tandem.ops.digest import fingerprints
 from tandem.types import Sent, Weights
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tandem.bridge.files.adapter import memory_backed
 from tandem.bridge.files.reusable_files import ReusableFiles
+from tandem.io.file_system import memory_backed
 
 pytestmark = pytest.mark.gpu
 

@@ -156,6 +156,7 @@ class ServeProcess(RunProcess):
         return [
             sys.executable, "-P", "-m", "tandem", "serve", str(self._trained), "--step", str(self._order.step),
             "--name", self._order.model, "--port", "0", "--data-dir", str(data_dir), "--ready-file", str(self._ready),
+            "--engine", self._order.engine,
             *(["--feedback"] if self._order.feedback else []),
             *(["--adapters-file", str(self._adapters)] if self._order.base else []),
         ]  # fmt: skip

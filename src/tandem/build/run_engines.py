@@ -221,7 +221,7 @@ def version_places(sync: SyncSpec, default: Path) -> list[Path]:
 
 def adapter_places(sync: AdapterSync) -> list[Path]:
     """Return the directories that the engine reads adapters from."""
-    from tandem.bridge.files.adapter import memory_backed
+    from tandem.io.file_system import memory_backed
 
     return [Path(sync.directory).resolve() if sync.directory else memory_backed()]
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.errors import RunError
 from tandem.spec.load import load_spec
+from tandem.spec.model import PathModel
 from tandem.spec.precision import Float32Precision
 
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
+    from tandem.spec.model import ModelSpec
+    from tandem.spec.run import RunSpec
 
 CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN: dict[str, Any] = {
@@ -34,6 +37,13 @@ class ServedAdapter:
 
 def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG).is_file() and not (directory / "config.json").exists()
+
+
+def rank_of(directory: Path) -> int:
+    try:
+        return int(json.loads((directory / CONFIG).read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{directory}: no LoRA adapter can be read from it: {error}") from error
 
 
 def read_adapter(directory: Path) -> ServedAdapter:
@@ -65,6 +75,28 @@ def base_of_run(run_dir: Path, device: Any, max_context: int) -> BuiltModel:
     """Build the base under a run's adapter, as its trainer did."""
     from tandem.build import training
 
+    spec, model = _base_spec(run_dir)
+    return training.model(model, Float32Precision(), spec.seed, device, max_context)
+
+
+def base_directory(run_dir: Path, preset_into: Path) -> str:
+    """Return the base under a run's adapter as a model directory or a hub id. A preset is written into `preset_into`,
+    with the seed of the run. RunError if the base is not one model on disk."""
+    from tandem.build.standalone_engines import write_preset
+
+    spec, model = _base_spec(run_dir)
+    if model.warm_start is not None:
+        raise RunError(f"{run_dir}: model.warm_start = '{model.warm_start}': vLLM serves a base that lies in one place")
+    if isinstance(model, PathModel):
+        if model.revision != "main":
+            raise RunError(f"{run_dir}: model.revision = '{model.revision}': vLLM serves a base of a local directory")
+        return model.path
+    if not preset_into.exists():
+        write_preset(model.preset, str(spec.seed), str(preset_into))
+    return str(preset_into)
+
+
+def _base_spec(run_dir: Path) -> tuple[RunSpec, ModelSpec]:
     spec = load_spec(run_dir / "spec.toml")
     lora, start = spec.model.lora, spec.model.warm_start
     if lora is None:
@@ -76,5 +108,4 @@ def base_of_run(run_dir: Path, device: Any, max_context: int) -> BuiltModel:
         )
     if start is not None and is_adapter(Path(start)):
         start = None  # the run's own adapter went on from it
-    model = spec.model.model_copy(update={"lora": None, "warm_start": start})
-    return training.model(model, Float32Precision(), spec.seed, device, max_context)
+    return spec, spec.model.model_copy(update={"lora": None, "warm_start": start})

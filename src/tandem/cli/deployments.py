@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -27,6 +27,9 @@ def deploy(
         int, typer.Option(min=0, help="End its replica after so many seconds without a request. Default: never.")
     ] = 0,
     feedback: Annotated[bool, typer.Option("--feedback", help="Keep its chats, and take thumbs for them.")] = False,
+    engine: Annotated[
+        Literal["hf", "vllm"], typer.Option(help="hf: the embedded engine. vllm: the vLLM that the run's spec names.")
+    ] = "hf",
     target: Annotated[str, typer.Option(help="Target that holds the run's weights. Default: the run's own.")] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -40,7 +43,7 @@ def deploy(
         number = int(step) if step else _last_saved(server.run(run_id))
         made = server.deploy(
             run_id, number, name=name, weight=weight, canary=_share(canary), keep_s=keep_s, feedback=feedback,
-            target=target,
+            engine=engine, target=target,
         )  # fmt: skip
         _show(made, as_json)
 

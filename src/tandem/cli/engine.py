@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tandem.cli.options import Host, Insecure, Port, ReadyFile, Thinking
+from tandem.cli.options import EngineTable, Host, Insecure, Port, ReadyFile, Thinking
 
 engine_app = typer.Typer(help="Serve an engine in its own process; install and check vLLM.", no_args_is_help=True)
 
@@ -34,10 +34,7 @@ def engine_serve(
     ] = None,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the engine table, as in --set max_running=64."),
-    ] = None,
+    option: EngineTable = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Device to compute on; auto takes a GPU if there is one.")
     ] = "auto",

@@ -27,6 +27,7 @@ from tandem.cli.model import model_app
 from tandem.cli.online import online_app
 from tandem.cli.options import (
     AsJson,
+    EngineTable,
     Host,
     Insecure,
     Overrides,
@@ -299,15 +300,22 @@ def serve(
     adapters_file: Annotated[
         Path | None, typer.Option(help="JSON file, {NAME: DIR}, of more adapters; it is read again when it changes.")
     ] = None,
+    engine: Annotated[Literal["hf", "vllm"], typer.Option(help="hf: the embedded engine. vllm: vLLM.")] = "hf",
+    option: EngineTable = None,
+    adapter_slots: Annotated[
+        int, typer.Option(min=0, help="With vllm: most adapters at a time. Default: those named, and 32 for a file.")
+    ] = 0,
+    max_rank: Annotated[int, typer.Option(min=0, help="With vllm: highest adapter rank. 0: of those named.")] = 0,
 ) -> None:
     """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
     from tandem.recipes.serve import default_data_dir, serve_model
     from tandem.serve.http.run import Listen
+    from tandem.spec.load import parse_own_engine
 
     listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
     serve_model(
-        source, listen, thinking=thinking, feedback=feedback, step=step, name=name, adapters=adapter or (),
-        adapters_file=adapters_file,
+        source, listen, parse_own_engine(engine, option or ()), thinking=thinking, feedback=feedback, step=step,
+        name=name, adapters=adapter or (), adapters_file=adapters_file, adapter_slots=adapter_slots, max_rank=max_rank,
     )  # fmt: skip
 
 

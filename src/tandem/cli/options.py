@@ -22,6 +22,10 @@ Overrides = Annotated[
         "--set", metavar="KEY=VALUE", help="Override one value of the spec, as in --set train.lr=1e-4. Repeatable."
     ),
 ]
+EngineTable = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the engine table, as in --set max_running=64."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors; the run's files say the rest.")]
 Host = Annotated[str, typer.Option(help="Address to listen on. Only this machine can reach the default.")]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.client import requests
 from tandem.client.index import PackageIndex, VerifiedPackage, named, push_body
@@ -139,14 +139,15 @@ class Tandem(AbstractContextManager["Tandem"]):
         canary: float = 0.0,
         keep_s: int = 0,
         feedback: bool = False,
+        engine: Literal["hf", "vllm"] = "hf",
         target: str = "",
     ) -> DeploymentInfo:
         """Put a checkpoint of a run behind a name, as its next revision. `canary`: its share of the requests while it
         is tried. `keep_s`: end its replica after so long without a request; 0: never. `feedback`: keep its chats, and
-        take thumbs. `target`: default: the run's own."""
+        take thumbs. `engine`: vllm: the vLLM that the run's spec names. `target`: default: the run's own."""
         asked = requests.body(
             DeployBody, name=name, run=run, step=step, weight=weight, canary=canary, keep_s=keep_s, feedback=feedback,
-            target=target,
+            engine=engine, target=target,
         )  # fmt: skip
         return self.call(requests.deploy(asked))
 

@@ -49,13 +49,18 @@ def deploy(session: Session, caller: Caller, body: DeployBody, usd_per_hour: flo
             f"canary = {body.canary:g}: {body.name}@{tried} is tried already; promote it, or roll back", field="canary"
         )
     n = max((each.n for each in others), default=0) + 1
+    if body.engine == "vllm" and tomllib.loads(run.spec_toml).get("engine", {}).get("kind") != "vllm":
+        raise Conflict(
+            f"engine = 'vllm': run '{run.id}' did not sample with vLLM, so its spec names none; use 'hf'",
+            field="engine",
+        )
     base = base_of(run.spec_toml)
-    serves = {"run": run.id, "step": body.step, "feedback": body.feedback, "base": base}
+    serves = {"run": run.id, "step": body.step, "feedback": body.feedback, "engine": body.engine, "base": base}
     asked = transitions.Submitted(
         caller.org, f"{body.name}@{n}", run.spec_toml, run.target, project=run.project, created_by=caller.key,
         usd_per_hour=usd_per_hour, retries=_RESTARTS, serves=serves,
     )  # fmt: skip
-    shared = _over_the_same_base(session, run, base, body.feedback)
+    shared = _over_the_same_base(session, run, serves)
     session.add(
         Revision(
             deployment=row.id, n=n, org=caller.org, at=now, run=run.id, step=body.step,
@@ -79,15 +84,15 @@ def base_of(spec_toml: str) -> str:
     return hashlib.sha256(json.dumps([model, seed], sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _over_the_same_base(session: Session, run: Run, base: str, feedback: bool) -> str:
+def _over_the_same_base(session: Session, run: Run, wanted: Mapping[str, object]) -> str:
     """Return the run of a replica that can serve an adapter over this base, too; empty if there is none."""
     asked = sa.select(Run).where(
         Run.org == run.org, Run.project == run.project, Run.target == run.target, Run.serves.is_not(None),
         Run.state.not_in(ENDED), Run.want == "run", Run.id.in_(sa.select(Revision.replica)),
     )  # fmt: skip
-    for each in session.scalars(asked.order_by(Run.at)) if base else ():
-        serves = each.serves or {}
-        if (serves.get("base"), serves.get("feedback", False)) == (base, feedback):
+    for each in session.scalars(asked.order_by(Run.at)) if wanted["base"] else ():
+        serves = {"feedback": False, "engine": "hf", **(each.serves or {})}
+        if all(serves.get(what) == wanted[what] for what in ("base", "feedback", "engine")):
             return each.id
     return ""
 

@@ -1,11 +1,14 @@
-"""Which file system a directory is on, and whether two hosts may write neighbouring bytes of one of its files."""
+"""Which file system a directory is on, whether it mixes what two hosts write, and which directory is in memory."""
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mounts")
+_MEMORY = Path("/dev/shm")
 _BY_PAGES = ("nfs", "nfs4", "cifs", "smb3", "9p")
 """Their clients keep pages, and may write a whole page back of which only some bytes were written here."""
 
@@ -24,6 +27,11 @@ def file_system_of(directory: Path, mounts: Path = _MOUNTS) -> str:
         if place.is_relative_to(at) and len(at.parts) >= longest:  # a later mount hides an earlier one
             longest, kind = len(at.parts), its_kind
     return kind
+
+
+def memory_backed() -> Path:
+    """Return a directory in memory; that of temporary files where there is none."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def mixes_writers(kind: str) -> bool:

@@ -61,6 +61,10 @@ class AdapterTable:
         self._task: asyncio.Task[None] | None = None
         self._engine: Any = None
 
+    def highest_rank(self) -> int:
+        """Return the highest rank of the adapters of the command line."""
+        return max((served_adapters.rank_of(find_adapter(source)[0]) for source in self._fixed.values()), default=0)
+
     async def begin(self, engine: Any) -> None:
         """Serve the adapters of the command line. RunError, SyncError or Unproven if one cannot be served."""
         self._engine = engine

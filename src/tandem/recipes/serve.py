@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.build import run_engines, served_adapters, standalone_engines, training
-from tandem.errors import RunError
+from tandem.errors import RunError, SpecError, TandemError
 from tandem.io import prestart
 from tandem.io.chat_feedback import ChatStore
 from tandem.io.gguf.directory import model_directory
@@ -25,39 +25,92 @@ from tandem.recipes.online_export import find_learned, merged_copy
 from tandem.serve.http.run import Listen, serve_forever
 from tandem.serve.terminal_chat import chat_loop
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
+from tandem.spec.load import load_spec
 from tandem.spec.model import PathModel
 from tandem.spec.precision import Float32Precision
 from tandem.types import Sampling
 
+_SLOTS = 32  # of vLLM, for the adapters that a file may name
+
 
 def serve_model(
-    source: str | Path, listen: Listen, spec: HfEngineSpec | None = None, *, thinking: bool = False,
+    source: str | Path, listen: Listen, spec: HfEngineSpec | VllmEngineSpec | None = None, *, thinking: bool = False,
     feedback: bool = False, step: int | None = None, name: str = "", adapters: Sequence[str] = (),
-    adapters_file: str | Path | None = None,
+    adapters_file: str | Path | None = None, adapter_slots: int = 0, max_rank: int = 0,
 ) -> None:  # fmt: skip
     """Serve a model over OpenAI's API until SIGTERM or Ctrl-C. `feedback`: keep each chat in the data directory, and
     take thumbs for its id. `step`: the checkpoint of a run to serve; its files are checked by its seal before and after
     they are loaded. `name`: to serve it under; default: the directory's. `adapters`: further models of the same base,
-    as NAME=DIR, NAME=RUN or NAME=RUN@STEP. `adapters_file`: names more of them, and is read again when it changes."""
+    as NAME=DIR, NAME=RUN or NAME=RUN@STEP. `adapters_file`: names more of them, and is read again when it changes.
+    vLLM must know how many adapters it may have (`adapter_slots`; 0: those named, and 32 with a file) and their
+    highest rank (`max_rank`; 0: that of the adapters named, and at least 16). Its weights are bfloat16 on a GPU and
+    float32 on a CPU; the embedded engine's are float32."""
     from tandem.serve.http.service import create_app
     from tandem.serve.openai.service import openai_service
 
     path, found_name, version = find_model(source) if step is None else find_step(Path(source), step)
+    if isinstance(spec, VllmEngineSpec):
+        spec = _as_the_run_has_it(spec, Path(source))
     own = served_adapters.is_adapter(Path(path))
     served = AdapterTable([f"{name or found_name}={source}@{step}"] if own else [], adapters, adapters_file)
     token = listen.token()  # before the model is loaded, so that a wrong data directory is reported at once
     chats = ChatStore(listen.data_dir) if feedback else None
-    # inline=False: the model computes off the event loop, so that HTTP can answer meanwhile.
-    base = Path(source) if own else path
-    model, engine = load_model(base, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
+    if isinstance(spec, VllmEngineSpec):
+        slots = adapter_slots or len(adapters) + own + (_SLOTS if adapters_file else 0)
+        base = served_adapters.base_directory(Path(source), listen.data_dir / "base") if own else path
+        rank = max_rank or max(16, served.highest_rank())
+        model = _vllm_of(base, version, spec, listen.data_dir, thinking=thinking, slots=slots, max_rank=rank)
+        engine = model.engine
+    else:
+        # inline=False: the model computes off the event loop, so that HTTP can answer meanwhile.
+        base = Path(source) if own else path
+        model, engine = load_model(base, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
     if step is not None:
         find_step(Path(source), step)
-    asyncio.run(served.begin(engine))
+    failed = list[TandemError]()
+    if not isinstance(spec, VllmEngineSpec):
+        asyncio.run(served.begin(engine))
+
+    async def start() -> None:
+        try:
+            if isinstance(spec, VllmEngineSpec):  # its connections belong to the server's event loop
+                await served.begin(engine)
+            await served.follow()
+        except TandemError as error:
+            failed.append(error)
+            await engine.close()
+            raise
+
     service = openai_service(
         engine, model.renderer, model_id=f"base of {found_name}" if own else name or found_name,
-        context=model.context, num_ids=model.num_ids, chats=chats, adapters=served.models, start=served.follow,
+        context=model.context, num_ids=model.num_ids, chats=chats, adapters=served.models, start=start,
     )  # fmt: skip
     serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
+    if failed:
+        raise failed[0]
+
+
+def _as_the_run_has_it(spec: VllmEngineSpec, source: Path) -> VllmEngineSpec:
+    """Return the options with the interpreter of a run's own vLLM, unless they name one."""
+    if spec.python or not (source / "spec.toml").is_file():
+        return spec
+    own = getattr(load_spec(source / "spec.toml"), "engine", None)
+    return spec.model_copy(update={"python": own.python}) if isinstance(own, VllmEngineSpec) else spec
+
+
+def _vllm_of(
+    path: str, version: int, spec: VllmEngineSpec, home: Path, *, thinking: bool, slots: int, max_rank: int
+) -> standalone_engines.Alone:
+    """Start vLLM for a model, and return its engine."""
+    if spec.url or spec.replicas > 1:
+        raise SpecError("engine: `tandem serve` starts one vLLM: set neither engine.url nor engine.replicas")
+    device = training.pick_device("auto").type
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    options = standalone_engines.vllm_options(
+        spec, device=device, dtype=dtype, adapter_slots=slots, max_rank=max_rank
+    )  # fmt: skip
+    with busy(f"starting vLLM with {path}"):
+        return standalone_engines.vllm_alone(spec, path, home, options, version=version, thinking=thinking)
 
 
 def serve_engine(

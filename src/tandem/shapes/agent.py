@@ -78,6 +78,7 @@ class ServeOrder(Answer):
     step: int
     feedback: bool = False
     """Keep each chat, and take feedback for its answers."""
+    engine: Literal["hf", "vllm"] = "hf"
     base: str = ""
     """Which base its adapter is over; empty: it is a whole model."""
     model: str

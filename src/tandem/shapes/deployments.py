@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -26,6 +26,8 @@ class DeployBody(Asked):
     """End its replica after so many seconds without a request; the next request starts it again. 0: never."""
     feedback: bool = False
     """Keep each chat on the replica's machine, and take feedback for its answers."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """What its replica samples with: the embedded engine, or the vLLM that the run's spec names."""
     target: str = Field(default="", max_length=40)
     """Default: the run's own, which holds its weights."""
 

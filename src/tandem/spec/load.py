@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from tandem.errors import SpecError
 from tandem.spec import others_names
 from tandem.spec.data import Demonstrations, data_beside
-from tandem.spec.engine import ServerEngineSpec, VllmEngineSpec
+from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.environment import JudgeSpec
 from tandem.spec.own import beside, with_kinds
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
@@ -30,6 +30,9 @@ AnySpec: TypeAlias = RlSpec | SftSpec | PreferenceSpec | Mapping[str, Any] | str
 
 _ENGINE: TypeAdapter[ServerEngineSpec | VllmEngineSpec] = TypeAdapter(
     Annotated[ServerEngineSpec | VllmEngineSpec, Field(discriminator="kind")]
+)
+_OWN_ENGINE: TypeAdapter[HfEngineSpec | VllmEngineSpec] = TypeAdapter(
+    Annotated[HfEngineSpec | VllmEngineSpec, Field(discriminator="kind")]
 )
 _JUDGE: TypeAdapter[JudgeSpec] = TypeAdapter(JudgeSpec)
 _ADAPTER: TypeAdapter[RlSpec | SftSpec | PreferenceSpec] = TypeAdapter(RunSpec)
@@ -95,6 +98,11 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def parse_engine(kind: str, overrides: Sequence[str]) -> ServerEngineSpec | VllmEngineSpec:
     """Return the checked `[engine]` table of a standalone engine, from command-line options."""
     return _of_options(_ENGINE, {"kind": kind, **parse_overrides(overrides)}, "--set")
+
+
+def parse_own_engine(kind: str, overrides: Sequence[str]) -> HfEngineSpec | VllmEngineSpec:
+    """Return the checked `[engine]` table of a process that serves a model, from command-line options."""
+    return _of_options(_OWN_ENGINE, {"kind": kind, **parse_overrides(overrides)}, "--set")
 
 
 def parse_judge(overrides: Sequence[str]) -> JudgeSpec:

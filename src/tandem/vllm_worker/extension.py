@@ -41,6 +41,10 @@ class TandemWorker:
     def tandem_adapter(self, name: str) -> Answer:
         return _answer(lambda: _worker_of(self).adapter(name))
 
+    def tandem_put(self, path: str, rank: int, expected: dict[str, str]) -> Answer:
+        """Stage an adapter of its own name for vLLM to load; see engine/vllm/named_adapters.py."""
+        return _answer(lambda: _worker_of(self).put(path, rank, expected))
+
     def tandem_drop(self, name: str) -> Answer:
         return _answer(lambda: _worker_of(self).drop(name))
 

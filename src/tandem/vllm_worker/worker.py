@@ -241,6 +241,18 @@ class EngineWorker:
         phases.end("digest")
         return {"pieces": pieces, "shapes": self._slots().shapes(name), "seconds": phases.seconds}
 
+    def put(self, path: str, rank: int, expected: Mapping[str, str]) -> Answer:
+        """Stage the adapter in a safetensors file, whose tensors have these fingerprints; return the name to load it
+        by."""
+        from safetensors.torch import load_file
+
+        slots, config = self._slots(), {"r": rank, "lora_alpha": rank}
+        tensors = load_file(path, str(self._theirs.device))
+        slots.check(tensors, config)
+        name = slots.stage(tensors, config)
+        slots.check_staged(name, expected)
+        return {"adapter": name}
+
     def drop(self, name: str) -> Answer:
         if self._adapters is not None:
             self._adapters.drop(name)
@@ -271,6 +283,7 @@ class EngineWorker:
             "untouched": not self._torn,
             "torn": self._torn,
             "adapters": [] if self._adapters is None else self._adapters.names(),
+            "adapter_dtype": "" if self._adapters is None else self._adapters.dtype,
         }
 
     def _all_served(self, adapters: Sequence[str]) -> list[served_memory.PieceDigest]:

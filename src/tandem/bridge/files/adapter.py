@@ -8,8 +8,6 @@ written in one piece. It overwrites the file of an older version if every engine
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -20,11 +18,11 @@ from tandem.bridge.files.parallel_io import Writing
 from tandem.bridge.files.reusable_files import ReusableFiles
 from tandem.bridge.files.safetensors_header import METADATA
 from tandem.bridge.files.writer import FilesBridge
+from tandem.io.file_system import memory_backed
 from tandem.io.safetensors_format import header_of
 from tandem.ops.phase_timer import Phases
 from tandem.types import Fingerprints, WeightKind, Weights
 
-_MEMORY = Path("/dev/shm")
 _FILE = "adapter_model.safetensors"
 _PLAIN = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "inference_mode": True}
 
@@ -81,7 +79,3 @@ def _layout(into: Mapping[str, Form]) -> tuple[Placement, bytes]:
     header, stored = header_of(into, METADATA)
     places = {name: TensorEntry(*into[name], tensor.offset, _FILE) for name, tensor in stored.items()}
     return Placement(places), header
-
-
-def memory_backed() -> Path:
-    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())

@@ -167,9 +167,14 @@ class MixedAdapters:
         old, self._stacks = self._stacks, _Stacks(capacity, rank, self._stacks.dtype)
         for together in _grouped(owners):
             layers = [self._checks.layer(owner) for owner in together]
+            inputs, num = layers[0].in_features, len(layers)
+            if self._most_columns:
+                a_ILCE = self._zeros(inputs, num, capacity, rank)
+            else:  # each adapter's matrix by itself, which a CPU reads faster
+                a_ILCE = self._zeros(num, capacity, inputs, rank).permute(2, 0, 1, 3)
             group = _Group(
                 together,
-                self._zeros(layers[0].in_features, len(layers), capacity, rank),
+                a_ILCE,
                 b_LCEO := [self._zeros(capacity, rank, layer.out_features) for layer in layers],
                 [b_CEO.flatten(0, 1) for b_CEO in b_LCEO],
             )

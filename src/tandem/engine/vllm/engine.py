@@ -14,19 +14,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.engine.http.server_sent_events import server_sent
+from tandem.engine.vllm.named_adapters import NamedAdapters
 from tandem.engine.vllm.process import VllmProcess
 from tandem.engine.vllm.token_reader import TokenReader
-from tandem.engine.vllm.weight_update import WeightUpdate
-from tandem.errors import EngineError, SamplingRefused
+from tandem.engine.vllm.weight_update import BASE, WeightUpdate
+from tandem.errors import EngineError, SamplingRefused, SyncError
 from tandem.io.engine_messages import decoded
 from tandem.ops.option_report import requested
 from tandem.ops.vllm_token_protocol import MARK, URGENT
 from tandem.protocols import OnToken, WeightSource
 from tandem.spec.bridges import traits_of
 from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Shape, Span
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +53,7 @@ class VllmEngine:
         auto: `continue` if that is possible, otherwise `finish`."""
         exchange = WeightUpdate(process, "continue" if on_update == "auto" else on_update, version)
         self._process, self._exchange, self._on_update = process, exchange, on_update
+        self._named = NamedAdapters(exchange, process.options.adapter_slots)
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: TokenReader | None = None
@@ -63,7 +69,9 @@ class VllmEngine:
         *,
         session: str | None = None,
         on_token: OnToken | None = None,
+        adapter: str = "",
     ) -> Completion:
+        """`adapter`: the name of one that was put beside the served version; empty: that version answers."""
         if why := self.why_not(sampling):
             raise SamplingRefused(why)
         await self._prepare()
@@ -71,11 +79,12 @@ class VllmEngine:
         streamed = sampling.extras or (sampling.stop and on_token is not None)
         sampled = None if streamed else self._sampled
         while True:
-            async with self._exchange.admitted(may_be_held=sampled is not None):
+            named = partial(self._named.model, adapter) if adapter else None
+            async with self._exchange.admitted(may_be_held=sampled is not None, model=named) as model:
                 if sampled is None:
-                    completion = await self._sample_streaming(prompt_ids, sampling, on_token)
+                    completion = await self._sample_streaming(model, prompt_ids, sampling, on_token)
                 else:
-                    completion = await self._sample_whole(sampled, prompt_ids, sampling, on_token)
+                    completion = await self._sample_whole(sampled, model, prompt_ids, sampling, on_token)
             if completion is not None:  # otherwise an update aborted the request, and it is repeated
                 return completion
 
@@ -109,9 +118,9 @@ class VllmEngine:
             self._prepared = True
 
     async def _sample_whole(
-        self, sampled: TokenReader, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
+        self, sampled: TokenReader, model: str, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
     ) -> Completion | None:
-        version, of_base = self.version, self._exchange.serves_base  # the workers count versions of the base
+        version, of_base = self.version, model == BASE  # the workers count versions of the base
 
         def tell(token_id: int, logprob: float, served: int) -> None:
             assert on_token is not None
@@ -119,7 +128,7 @@ class VllmEngine:
 
         end_ids = {*self._end_ids, *sampling.stop_ids}
         with sampled.request(sampling.max_tokens, end_ids, tell if on_token else None) as request:
-            body = self._request(prompt_ids, sampling, version)
+            body = self._request(model, prompt_ids, sampling, version)
             body["stream"] = False
             del body["sampling_params"]["logprobs"]
             body["sampling_params"]["output_kind"] = _AT_THE_END
@@ -132,13 +141,13 @@ class VllmEngine:
             return Completion(ids, logprobs, request.spans if of_base else [Span(version, len(ids))], finish)
 
     async def _sample_streaming(
-        self, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
+        self, model: str, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
     ) -> Completion | None:
         version = self.version
         ids: list[int] = []
         logprobs: list[float] = []
         reason = ""
-        async for choice in self._choices(self._request(prompt_ids, sampling, version)):
+        async for choice in self._choices(self._request(model, prompt_ids, sampling, version)):
             new = choice["token_ids"]
             content = (choice.get("logprobs") or {}).get("content") or []
             if len(content) != len(new):
@@ -153,12 +162,12 @@ class VllmEngine:
             return None
         return Completion(ids, logprobs, [Span(version, len(ids))], _finish(reason, len(ids)))
 
-    def _request(self, prompt_ids: Sequence[int], sampling: Sampling, version: int) -> dict[str, Any]:
+    def _request(self, model: str, prompt_ids: Sequence[int], sampling: Sampling, version: int) -> dict[str, Any]:
         return {
-            "model": self._exchange.model,
+            "model": model,
             "token_ids": list(prompt_ids),
             "stream": True,
-            "cache_salt": f"{self.boot_id}-{version}",  # so that no cached prefix of other weights is used
+            "cache_salt": f"{self.boot_id}-{version}-{model}",  # so that no cached prefix of other weights is used
             "sampling_params": {
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,
@@ -226,7 +235,21 @@ class VllmEngine:
         return self._why_streamed
 
     async def load(self, version: int) -> Served:
+        if len(self._named):
+            raise SyncError("engine: it serves adapters of the base that it has; drop them before another version")
         return await self._exchange.load(version)
+
+    async def put_adapter(
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Fingerprints
+    ) -> None:
+        """Serve an adapter of this base under a name, beside the others. `tensors`: under PEFT's names, B scaled;
+        `expected`: their fingerprints."""
+        await self._prepare()
+        await self._named.put(name, tensors, config, expected)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Serve an adapter no more. EngineError while a request uses it."""
+        await self._named.drop(name)
 
     async def fingerprints(self) -> Fingerprints:
         return await self._exchange.fingerprints()

@@ -25,8 +25,9 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from tandem.engine.vllm.process import CONTROL_S, RequestGate, VllmProcess
@@ -42,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S, _LOOK_MOST_S = 0.002, 0.05  # between two looks whether a version has arrived
 _STALL_S = 0.02  # how long the engine's steps may wait for an adapter in flight
-_BASE = "base"
+BASE = "base"
 _ERRORS = {"sync": SyncError, "sync_timeout": SyncTimeout, "engine": EngineError}
 
 
@@ -51,7 +52,7 @@ class WeightUpdate:
         self.version = version
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = 0
-        self.model = _BASE
+        self.model = BASE
         """The model that requests name: the base, or the adapter of the served version."""
         self._process, self._gate = process, RequestGate(process, on_update)
         self._source: WeightSource | None = None
@@ -88,20 +89,18 @@ class WeightUpdate:
     def on_update(self) -> OnUpdate:
         return self._gate.on_update
 
-    @property
-    def serves_base(self) -> bool:
-        return self.model == _BASE
-
     @asynccontextmanager
-    async def admitted(self, *, may_be_held: bool) -> AsyncIterator[None]:
-        """Admit a request until its answer is there. `may_be_held`: if a version is loaded meanwhile, the workers can
-        tell which version made each token."""
+    async def admitted(self, *, may_be_held: bool, model: Callable[[], str] | None = None) -> AsyncIterator[str]:
+        """Admit a request until its answer is there; yield the model that it must name. `may_be_held`: if a version is
+        loaded meanwhile, the workers can tell which version made each token. `model`: returns the adapter beside the
+        served version that it asks; None: the served version."""
         await self._gate.opened()
         if self._torn:
             raise EngineLost(self.why_torn)
         # A request with an adapter must not continue on another base.
-        with self._gate.running(self.model, may_be_held=may_be_held and self.serves_base):
-            yield
+        named = self.model if model is None else model()
+        with self._gate.running(named, may_be_held=may_be_held and named == BASE):
+            yield named
 
     # --- versions
 
@@ -173,7 +172,7 @@ class WeightUpdate:
                 self._forget_cached(),
             )
             phases.end("load")
-            self._torn, self.model, self._held = "", _BASE, version
+            self._torn, self.model, self._held = "", BASE, version
             self._serve(version)
             await self._gate.open()
             paused_s = time.perf_counter() - shut
@@ -307,6 +306,33 @@ class WeightUpdate:
     def _is_idle(self, name: str) -> bool:
         return name != self.model and not self._gate.is_asked(name)
 
+    # --- adapters beside the served version: named_adapters.py
+
+    async def adapter_dtype(self) -> str:
+        if not self._process.options.adapter_slots:
+            raise SyncError("adapters: vLLM was started without slots for them; start it with some (--adapter-slots)")
+        return (await self.workers("tandem_status"))[0]["adapter_dtype"]
+
+    async def load_beside(self, path: Path, rank: int, expected: Fingerprints) -> str:
+        """Load the adapter in a file into a free slot; return vLLM's name of it. SyncError, and it is dropped, unless
+        the slot holds what these fingerprints are of."""
+        await self._take_back()
+        name = (await self.workers("tandem_put", str(path), rank, dict(expected)))[0]["adapter"]
+        try:
+            served = await self._first_in_slot(name, "", CONTROL_S, Phases(), loaded=False)
+            if odd := [key for key in served if served[key] != expected.get(key)]:
+                raise SyncError(f"'{odd[0]}' is not in its slot what was sent; it is not served")
+        except BaseException:
+            await to_its_end(self._drop(name))
+            raise
+        return name
+
+    def is_asked(self, model: str) -> bool:
+        return self._gate.is_asked(model)
+
+    async def drop_beside(self, name: str) -> None:
+        await to_its_end(self._drop(name))
+
     async def _drop(self, name: str) -> None:
         self._adapters.remove(name)
         self._tilings.pop(name, None)
@@ -317,7 +343,7 @@ class WeightUpdate:
 
     async def fingerprints(self) -> Fingerprints:
         """Compute the digests of the served tensors now, under the names of the version's proof."""
-        what = ("tandem_digest",) if self.model == _BASE else ("tandem_adapter", self.model)
+        what = ("tandem_digest",) if self.model == BASE else ("tandem_adapter", self.model)
         return _whole(await self.workers(*what))
 
     async def remember(self) -> None:
