@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -310,6 +312,24 @@ def test_nothing_of_pips_settings_changes_where_packages_come_from(
     keep_packages(["default/shout"], index_of(plane), tmp_path / "kept")
     site = install_kept(tmp_path / "kept", ["default/shout"]).site
     assert "trapped" not in (site / "shout_env.py").read_text()
+
+
+@pytest.mark.slow
+def test_where_there_is_no_pip_uv_installs_what_a_run_keeps(
+    plane: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pushed(plane, wheel())
+    keep_packages([NAME], index_of(plane), tmp_path / "kept")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RunError, match="neither pip nor uv is installed here"):
+        install_kept(tmp_path / "kept", [NAME])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    site = install_kept(tmp_path / "kept", [NAME]).site
+    assert (site / "shout_env.py").read_text() == CODE
+    assert install_kept(tmp_path / "kept", [NAME]).site == site
 
 
 # --- specs

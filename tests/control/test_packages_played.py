@@ -113,13 +113,11 @@ def test_the_environment_of_the_page_is_one(team: Colleagues):
 
 @pytest.mark.parametrize("tool", ["pip", "uv"])
 def test_pip_and_uv_install_the_very_file(team: Colleagues, tmp_path: Path, tool: str):
-    if tool == "uv" and shutil.which("uv") is None:
-        pytest.skip("uv is not installed")
     reader = team.control.key("runs:read")
     index = f"http://me:{reader}@127.0.0.1:{team.control.port}/simple/"
     (tmp_path / "pins.txt").write_text(f"default-shout==1.2.0 --hash=sha256:{sha_of(team)}\n")
     options = ["--index-url", index, "--no-deps", "--require-hashes", "-r", str(tmp_path / "pins.txt")]
-    start = ["uv", "pip", "install", "--no-cache", "--python", sys.executable]
+    start = [sys.executable, "-m", "uv", "pip", "install", "--no-cache", "--python", sys.executable]
     if tool == "pip":
         start = [sys.executable, "-I", "-m", "pip", "install", "--no-cache-dir", "--disable-pip-version-check"]
     subprocess.run([*start, *options, "--target", str(tmp_path / "site")], env=team.env, check=True, timeout=120)
