@@ -7,11 +7,13 @@ import base64
 import importlib.util
 import json
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from plane import Served, served
+import tomli_w
+from plane import SPEC, Served, served
 from wheels import CODE, push_body, wheel
 
 from tandem.client import PackageIndex
@@ -21,8 +23,10 @@ from tandem.io.provenance import KEY_FILE, Signer, read_signer
 from tandem.io.wheel_file import open_wheel
 from tandem.runs.environment_packages import PINS, install_kept, keep_packages
 from tandem.shapes.packages import SIMPLE_JSON
+from tandem.spec.environment import part_labels
 from tandem.spec.load import parse_spec
 from tandem.spec.package_names import normalized, package_name, skeleton, version_key
+from tandem.spec.run import RlSpec
 
 NAME = "default/shout==1.0"
 
@@ -210,6 +214,44 @@ def test_an_agent_gets_what_its_runs_project_sees_while_it_is_claimed(plane: Ser
     plane.made(f"/api/attempts/{foreign}/claim", {"instance": "i"}, its_token)
     assert plane.ask("GET", path.replace(attempt, foreign), its_token).status_code == 404
     assert plane.ask("GET", path, its_token).status_code == 404
+
+
+def spec_with(*names: str, **more: str) -> str:
+    tables = tomllib.loads(SPEC) | {"environment": [{"name": each, **more} for each in names]}
+    return tomli_w.dumps(tables)
+
+
+def test_a_version_that_a_submitted_spec_leaves_out_is_written_into_it(plane: Served):
+    pushed(plane, *(wheel(version=each) for each in ("1.9", "1.10", "2.0rc1", "1.11")), wheel("default-other"))
+    plane.made("/api/packages/default-shout/yank", {"version": "1.11"})
+
+    def stored(spec_toml: str) -> str:
+        attempt, token = plane.open_attempt(plane.submit(spec_toml=spec_toml))
+        return plane.made(f"/api/attempts/{attempt}/claim", {"instance": "i"}, token)["spec_toml"]
+
+    open_name = spec_with("default/shout", "sort", "Default/other")
+    found = stored(open_name)
+    assert found == spec_with("default/shout==1.10", "sort", "Default/other==1.0")
+    pushed(plane, wheel(version="1.12"))
+    assert "default/shout==1.12" in stored(open_name)
+    mixed = parse_spec(tomllib.loads(open_name)), parse_spec(tomllib.loads(found))
+    labels = [part_labels(each.environment.params["parts"]) for each in mixed if isinstance(each, RlSpec)]
+    assert labels == [["shout", "sort", "other"]] * 2  # the names of metrics do not change
+    for as_it_is in (spec_with("default/shout==1.9"), spec_with("default/shout", pins="runs/mine/environment"), SPEC):
+        assert stored(as_it_is) == as_it_is
+
+
+def test_a_spec_whose_package_no_attempt_could_get_is_refused_when_it_is_submitted(plane: Served):
+    plane.made("/api/projects", {"name": "p"})
+    plane.made("/api/packages", push_body(wheel("default-inside"), project="p"))
+    pushed(plane, wheel("default-gone"))
+    plane.made("/api/packages/default-gone/yank", {"version": "1.0"})
+    for name, project, says in [
+        ("default/gone", "default", "every version of it was yanked"), ("default/none", "default", "sees no package"),
+        ("default/inside", "default", "the run's project sees no package"), ("default/inside", "p", ""),
+    ]:  # fmt: skip
+        told = plane.ask("POST", "/api/runs", body={"spec_toml": spec_with(name), "target": "box", "project": project})
+        assert (told.status_code, says in told.text) == (422 if says else 201, True), told.text
 
 
 # --- what is fetched

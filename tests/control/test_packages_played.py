@@ -182,12 +182,15 @@ def test_a_machine_without_a_sandbox_refuses_the_run(team: Colleagues, tmp_path:
 def test_a_package_plays_on_a_server_by_the_agents_own_token(team: Colleagues):
     team.spec(2, "remote.toml")
     spec_toml = (team.home / "remote.toml").read_text()
-    run = team.control.ask("POST", "/api/runs", {"spec_toml": spec_toml, "target": "here"})["id"]
+    newest = spec_toml.replace("==1.2.0", "")
+    run = team.control.ask("POST", "/api/runs", {"spec_toml": newest, "target": "here"})["id"]
     until(lambda: team.control.state(run) in ("succeeded", "failed"), 200)
     found = team.control.ask("GET", f"/api/runs/{run}")
     assert found["state"] == "succeeded", found
     kept = json.loads((team.control.directory(run) / "environment" / PINS).read_text())
     assert kept["packages"][0]["sha256"] == sha_of(team)
+    spec_there = (team.control.directory(run) / "spec.toml").read_text()
+    assert f'name = "{NAME}"' in spec_there  # as it was pinned when it was submitted
     assert json.loads((team.control.mirror(run) / "environment" / PINS).read_text()) == kept
     for path in team.home.glob("jobs/tandem-*/*"):  # the trainer got files, and no token
         assert not path.is_file() or b"tda_" not in path.read_bytes(), path
