@@ -31,9 +31,13 @@ from tandem.spec.run import RlSpec
 NAME = "default/shout==1.0"
 
 
+ON_SQLITE = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+"""For tests to which the database is nothing: PostgreSQL would only take its time."""
+
+
 @pytest.fixture
-def plane(tmp_path: Path) -> Iterator[Served]:
-    made = served(tmp_path)
+def plane(tmp_path: Path, database: str) -> Iterator[Served]:
+    made = served(tmp_path, database)
     yield made
     made.plane.store.close()
 
@@ -123,6 +127,7 @@ def test_the_index_speaks_html_and_json_and_tells_of_metadata_and_yanks(plane: S
     assert plane.ask("GET", "/simple/", Accept=SIMPLE_JSON).json()["projects"] == [{"name": "default-shout"}]
 
 
+@ON_SQLITE
 def test_pip_sends_the_key_as_a_password(plane: Served):
     pushed(plane, wheel())
     reader, chatter = plane.key("runs:read"), plane.key("chat")
@@ -151,6 +156,7 @@ def test_a_version_never_changes(plane: Served):
     assert "POST /api/packages/{id}/yank" in actions
 
 
+@ON_SQLITE
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -189,6 +195,7 @@ def test_a_key_of_a_project_sees_and_changes_no_others(plane: Served):
     assert plane.ask("POST", "/api/packages/default-all/yank", inside, {"version": "1.0"}).status_code == 409
 
 
+@ON_SQLITE
 def test_a_wheel_that_was_changed_on_the_servers_disk_is_not_given_out(plane: Served):
     file, content = wheel()
     pushed(plane, (file, content))
@@ -257,6 +264,7 @@ def test_a_spec_whose_package_no_attempt_could_get_is_refused_when_it_is_submitt
 # --- what is fetched
 
 
+@ON_SQLITE
 def test_verify_checks_bytes_record_and_signature(plane: Served):
     pushed(plane, wheel())
     public = plane.plane.shelf.signer.public
@@ -277,6 +285,7 @@ def test_the_signing_key_stays_and_only_its_user_reads_it(tmp_path: Path):
         read_signer(tmp_path)
 
 
+@ON_SQLITE
 def test_the_newest_version_that_is_neither_yanked_nor_a_trial_is_chosen(plane: Served):
     pushed(plane, *(wheel(version=each) for each in ("1.9", "1.10", "2.0rc1", "1.11")))
     plane.made("/api/packages/default-shout/yank", {"version": "1.11"})
@@ -287,6 +296,7 @@ def test_the_newest_version_that_is_neither_yanked_nor_a_trial_is_chosen(plane: 
         index.choose(package_name("default/shout==3"))
 
 
+@ON_SQLITE
 def test_a_run_keeps_wheels_and_pins_and_takes_what_its_org_needs_from_the_index_alone(plane: Served, tmp_path: Path):
     parts = wheel("default-parts", "2.0", module="parts")
     pushed(plane, wheel(requires=("default-parts>=2", "pytest", "nowhere; python_version < '3'")), parts)
@@ -308,6 +318,7 @@ def test_a_run_keeps_wheels_and_pins_and_takes_what_its_org_needs_from_the_index
         assert not (tmp_path / "refused").exists()
 
 
+@ON_SQLITE
 def test_what_a_run_keeps_is_checked_before_it_is_installed(
     plane: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -335,6 +346,7 @@ def test_what_a_run_keeps_is_checked_before_it_is_installed(
         install_kept(kept, [NAME])
 
 
+@ON_SQLITE
 def test_nothing_of_pips_settings_changes_where_packages_come_from(
     plane: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -356,6 +368,7 @@ def test_nothing_of_pips_settings_changes_where_packages_come_from(
     assert "trapped" not in (site / "shout_env.py").read_text()
 
 
+@ON_SQLITE
 @pytest.mark.slow
 def test_where_there_is_no_pip_uv_installs_what_a_run_keeps(
     plane: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -396,6 +409,7 @@ def test_a_package_plays_in_a_sandbox_and_a_spec_that_asks_for_none_is_refused()
         parse_spec({**tables, "environment": mixed})
 
 
+@ON_SQLITE
 def test_a_fenced_agent_installs_nothing(plane: Served):
     pushed(plane, wheel())
     run = plane.submit()
