@@ -61,6 +61,9 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
         talked = CliRunner().invoke(app, ["chat", "support", "--max-tokens", "4"], input="hi\n/exit\n")
         assert not talked.exit_code, talked.output
         assert "(support@1)" in talked.output
+        thinks = ["chat", "support", "--max-tokens", "4", "--thinking"]
+        assert "<think>" in CliRunner().invoke(app, thinks, input="hi\n/exit\n").output
+        assert "<think>" not in talked.output
         stream = ask.chat.completions.create(
             model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True
         )

@@ -325,7 +325,7 @@ def chat(
     from tandem.serve.deployment_chat import chat_with_deployment, is_deployment
 
     if is_deployment(source):
-        chat_with_deployment(source, temperature=temperature, max_tokens=max_tokens, system=system)
+        chat_with_deployment(source, temperature=temperature, max_tokens=max_tokens, system=system, thinking=thinking)
         return
     from tandem.recipes.serve import chat_with
 
