@@ -179,6 +179,15 @@ def test_a_machine_without_a_sandbox_refuses_the_run(team: Colleagues, tmp_path:
     assert not (team.home / "refused").exists()
 
 
+def test_a_package_is_served_beside_a_rollout_service(team: Colleagues):
+    where = ("--rollouts", "http://127.0.0.1:1", "--engine", "http://127.0.0.1:1", "--model", "nowhere")
+    tokens = ("--token-file", "data/token", "--engine-token-file", "data/token")
+    shutil.rmtree(team.home / "cache", ignore_errors=True)
+    told = team.tandem("env", "serve", NAME, *where, *tokens, code=2)
+    assert "--model = 'nowhere': there is no such directory" in told  # looked at once the environment is loaded
+    assert list(team.home.glob("cache/tandem/environments/*/shout_env.py"))
+
+
 def test_a_package_plays_on_a_server_by_the_agents_own_token(team: Colleagues):
     team.spec(2, "remote.toml")
     spec_toml = (team.home / "remote.toml").read_text()
