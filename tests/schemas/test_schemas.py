@@ -220,7 +220,7 @@ def ask(
         if body is not None:
             case.body = body
         headers = answering.headers(operation.path)
-        if "Idempotency-Key" in (case.headers or {}) and (right or data.draw(st.booleans())):
+        if "Idempotency-Key" in (case.headers or {}) and answering.right and data.draw(st.booleans()):
             headers["Idempotency-Key"] = uuid.uuid4().hex
         answer = case.call(base_url=answering.url, session=session, headers=headers, timeout=30)
         counted[answer.status_code] += 1
