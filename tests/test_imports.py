@@ -11,7 +11,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,6 +70,10 @@ LIGHT = (
     "errors.py",
     "types.py",
 )
+
+COMES_WITH = {"pydantic_core": "pydantic", "starlette": "fastapi", "mcp_types": "mcp", "triton": "torch"}
+BROUGHT = {"vllm", "wandb", "mlflow", "trackio"}
+"""In an environment of its own, and the trackers that a user installs."""
 
 TOO_LONG_FILE, TOO_LONG_FUNCTION = 600, 100
 
@@ -431,3 +436,21 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
         "ops/phase_timer.py",
         "ops/vllm_token_protocol.py",
     }, ours
+
+
+def test_every_package_that_is_imported_is_declared_where_it_is_imported():
+    """The control plane has what `[control]` brings, and all else must do without that."""
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
+
+    def brought(among: Collection[str]) -> set[str]:
+        wanted = [each for extra in among for each in extras[extra]]
+        return {re.split(r"[^\w-]", each.lower())[0].replace("-", "_") for each in wanted}
+
+    plane = brought(["", "control", "postgres"])
+    others = brought(extras.keys() - {"control", "postgres", "docs", "dev"})
+    for each in ours():
+        name = each.module.partition(".")[0]
+        if name not in sys.stdlib_module_names | BROUGHT | {"tandem"}:
+            declared = plane if each.file.startswith("control/") else others
+            assert COMES_WITH.get(name, name) in declared, f"{each.file}:{each.line} imports {name}: pyproject.toml"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy.orm import Session
 
 from tandem.control.store import FILE, Store
-from tandem.control.tables import Base, Org
+from tandem.control.tables import Base, Org, Revision
 from tandem.errors import SpecError, StoreBroken, StoreError, StoreFull, StoreOwned
 
 
@@ -90,6 +93,36 @@ def test_a_second_control_plane_is_refused(store: Store, tmp_path: Path, databas
 def test_the_migrations_make_the_tables(store: Store):
     with store.engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+
+
+def one_of(kind: sa.types.TypeEngine[Any]) -> Any:
+    """Return a value that a column of this type can have."""
+    values = {sa.JSON: {"a": 1}, sa.LargeBinary: b"a", sa.Boolean: True, sa.Float: 0.5, sa.Integer: 1}
+    return next((value for base, value in values.items() if isinstance(kind, base)), "a")
+
+
+@pytest.mark.slow
+def test_rows_of_an_older_release_are_kept_when_its_database_is_upgraded(tmp_path: Path, database: str):
+    """From 0005, which knew neither packages nor canaries, with a row in each of its tables."""
+    engine = sa.create_engine(database or f"sqlite:///{tmp_path / FILE}")
+    config, old = Config(), sa.MetaData()
+    config.set_main_option("script_location", "tandem.control:migrations")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0005")
+        old.reflect(connection)
+        there = [each for each in old.sorted_tables if each.name != "alembic_version"]
+        for table in there:
+            connection.execute(table.insert(), {column.name: one_of(column.type) for column in table.columns})
+        before = {table.name: connection.execute(table.select()).mappings().one() for table in there}
+    engine.dispose()
+    store = Store(tmp_path, database)
+    with store.engine.connect() as connection:
+        assert {table.name: connection.execute(table.select()).mappings().one() for table in there} == before
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+    row = asyncio.run(store.read(lambda session: session.scalars(sa.select(Revision)).one()))
+    assert (row.canary, row.keep_s, row.why, row.counts, row.beside) == (0.0, 0, "", {}, {})
+    store.close()
 
 
 def test_a_newer_database_is_refused_and_left_as_it_is(tmp_path: Path, database: str):

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
+import openai.types.chat
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from whole_way import Control, until
 
 from tandem.cli.main import app
 from tandem.client import Tandem
 from tandem.errors import ControlConflict, ControlNotKnown
+from tandem.io import sealed_directory
 from tandem.shapes.deployments import RevisionInfo
 
 
@@ -61,6 +67,9 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
         talked = CliRunner().invoke(app, ["chat", "support", "--max-tokens", "4"], input="hi\n/exit\n")
         assert not talked.exit_code, talked.output
         assert "(support@1)" in talked.output
+        thinks = ["chat", "support", "--max-tokens", "4", "--thinking"]
+        assert "<think>" in CliRunner().invoke(app, thinks, input="hi\n/exit\n").output
+        assert "<think>" not in talked.output
         stream = ask.chat.completions.create(
             model="support", messages=[{"role": "user", "content": "hi"}], max_tokens=4, stream=True
         )
@@ -172,6 +181,52 @@ def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_re
         told("undeploy", "support")
 
 
+def chat(ask: openai.OpenAI, model: str) -> openai.types.chat.ChatCompletion:
+    return ask.with_options(max_retries=0).chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "hi"}], max_tokens=4
+    )
+
+
+def a_canary_that_users_dislike_is_taken_away(server: Tandem, ask: openai.OpenAI, run: str) -> None:
+    server.deploy(run, 1, name="support", canary=0.5, feedback=True)
+    until(lambda: server.deployment("support").revisions[-1].ready, 60)
+    for _ in range(24):
+        told = chat(ask, "support")
+        ask.post("/feedback", cast_to=object, body={"id": told.id, "value": told.model != "support@3"})
+    old, tried = server.deployment("support").revisions[1:]
+    assert tried.feedback.high < old.feedback.low
+    assert (tried.canary, tried.feedback.count + old.feedback.count) == (0.5, 24)  # thumbs alone take nothing away
+    server.rollback("support")
+    assert {chat(ask, "support").model for _ in range(12)} == {"support@2"}
+
+
+def a_canary_that_fails_is_rolled_back_by_itself(server: Tandem, ask: openai.OpenAI, run: str, steps: Path) -> None:
+    """An adapter whose training has diverged: its file is proven, and what it computes overflows."""
+    with sealed_directory.sealed(steps / "step-3") as fresh:
+        without_seal = shutil.ignore_patterns(sealed_directory.NAME)
+        shutil.copytree(steps / "step-2", fresh, dirs_exist_ok=True, ignore=without_seal)
+        file = fresh / "deploy/adapter_model.safetensors"
+        save_file({name: tensor * 1e25 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    server.deploy(run, 3, name="support", canary=0.5, feedback=True)
+    until(lambda: server.deployment("support").revisions[-1].ready, 60)
+    failed, began = 0, time.monotonic()
+    while server.deployment("support").revisions[-1].canary:
+        assert time.monotonic() < began + 60
+        with ThreadPoolExecutor(4) as together:  # in the same batches
+            asked = [together.submit(chat, ask, model) for model in ("support", "support", "sales", "support@1")]
+        assert [each.result().model for each in asked[2:]] == ["sales@1", "support@1"]
+        for each in asked[:2]:
+            if (error := each.exception()) is None:
+                assert each.result().model == "support@2"
+            else:
+                assert "adapter 'support@4': its logits are not finite" in str(error)
+                failed += 1
+    why = server.deployment("support").revisions[-1].why
+    assert why.startswith("rolled back: "), why
+    assert 5 < failed < 100
+    assert {chat(ask, model).model for model in ("support", "sales") for _ in range(8)} == {"support@2", "sales@1"}
+
+
 def test_adapters_of_one_run_are_served_by_one_process_and_promoted_within_seconds(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):
@@ -187,22 +242,26 @@ def test_adapters_of_one_run_are_served_by_one_process_and_promoted_within_secon
         return told["model"], [version for version, _ in told["choices"][0]["weight_versions"]]
 
     with Tandem(url, control.token) as server:
-        server.deploy(run, 1, name="support")
+        server.deploy(run, 1, name="support", feedback=True)
         assert versions_of("support") == ("support@1", [1])
-        server.deploy(run, 2, name="support")
+        server.deploy(run, 2, name="support", feedback=True)
         until(lambda: server.deployment("support").revisions[1].ready, 60)
         server.promote("support", 2)
         assert versions_of("support") == ("support@2", [2])
         assert versions_of("support@1") == ("support@1", [1])
-        server.deploy(run, 2, name="sales")
+        server.deploy(run, 2, name="sales", feedback=True)
         until(lambda: server.deployment("sales").revisions[0].ready, 60)
+        serving = control.processes("serve")
+        a_canary_that_users_dislike_is_taken_away(server, ask, run)
+        a_canary_that_fails_is_rolled_back_by_itself(server, ask, run, control.directory(run) / "checkpoints")
+        assert control.processes("serve") == serving  # the replica of all of them has not even been started again
         weights = control.directory(run) / "checkpoints/step-1/deploy/adapter_model.safetensors"
         content = bytearray(weights.read_bytes())
         content[-1] ^= 1
         weights.write_bytes(content)
-        server.deploy(run, 1, name="support")
-        until(lambda: "adapter_model.safetensors" in server.deployment("support").revisions[2].why, 60)
-        assert not server.deployment("support").revisions[2].ready
+        server.deploy(run, 1, name="support", feedback=True)
+        until(lambda: "adapter_model.safetensors" in server.deployment("support").revisions[-1].why, 60)
+        assert not server.deployment("support").revisions[-1].ready
         assert len(control.processes("serve", "support@1")) == len(
             control.processes("serve")
         )  # one server, and its keeper

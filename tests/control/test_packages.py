@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import json
+import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from plane import Served, served
+import tomli_w
+from plane import SPEC, Served, served
 from wheels import CODE, push_body, wheel
 
 from tandem.client import PackageIndex
@@ -19,15 +23,21 @@ from tandem.io.provenance import KEY_FILE, Signer, read_signer
 from tandem.io.wheel_file import open_wheel
 from tandem.runs.environment_packages import PINS, install_kept, keep_packages
 from tandem.shapes.packages import SIMPLE_JSON
+from tandem.spec.environment import part_labels
 from tandem.spec.load import parse_spec
 from tandem.spec.package_names import normalized, package_name, skeleton, version_key
+from tandem.spec.run import RlSpec
 
 NAME = "default/shout==1.0"
 
 
+ON_SQLITE = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+"""For tests to which the database is nothing: PostgreSQL would only take its time."""
+
+
 @pytest.fixture
-def plane(tmp_path: Path) -> Iterator[Served]:
-    made = served(tmp_path)
+def plane(tmp_path: Path, database: str) -> Iterator[Served]:
+    made = served(tmp_path, database)
     yield made
     made.plane.store.close()
 
@@ -117,6 +127,7 @@ def test_the_index_speaks_html_and_json_and_tells_of_metadata_and_yanks(plane: S
     assert plane.ask("GET", "/simple/", Accept=SIMPLE_JSON).json()["projects"] == [{"name": "default-shout"}]
 
 
+@ON_SQLITE
 def test_pip_sends_the_key_as_a_password(plane: Served):
     pushed(plane, wheel())
     reader, chatter = plane.key("runs:read"), plane.key("chat")
@@ -145,6 +156,7 @@ def test_a_version_never_changes(plane: Served):
     assert "POST /api/packages/{id}/yank" in actions
 
 
+@ON_SQLITE
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -183,6 +195,7 @@ def test_a_key_of_a_project_sees_and_changes_no_others(plane: Served):
     assert plane.ask("POST", "/api/packages/default-all/yank", inside, {"version": "1.0"}).status_code == 409
 
 
+@ON_SQLITE
 def test_a_wheel_that_was_changed_on_the_servers_disk_is_not_given_out(plane: Served):
     file, content = wheel()
     pushed(plane, (file, content))
@@ -210,9 +223,48 @@ def test_an_agent_gets_what_its_runs_project_sees_while_it_is_claimed(plane: Ser
     assert plane.ask("GET", path, its_token).status_code == 404
 
 
+def spec_with(*names: str, **more: str) -> str:
+    tables = tomllib.loads(SPEC) | {"environment": [{"name": each, **more} for each in names]}
+    return tomli_w.dumps(tables)
+
+
+def test_a_version_that_a_submitted_spec_leaves_out_is_written_into_it(plane: Served):
+    pushed(plane, *(wheel(version=each) for each in ("1.9", "1.10", "2.0rc1", "1.11")), wheel("default-other"))
+    plane.made("/api/packages/default-shout/yank", {"version": "1.11"})
+
+    def stored(spec_toml: str) -> str:
+        attempt, token = plane.open_attempt(plane.submit(spec_toml=spec_toml))
+        return plane.made(f"/api/attempts/{attempt}/claim", {"instance": "i"}, token)["spec_toml"]
+
+    open_name = spec_with("default/shout", "sort", "Default/other")
+    found = stored(open_name)
+    assert found == spec_with("default/shout==1.10", "sort", "Default/other==1.0")
+    pushed(plane, wheel(version="1.12"))
+    assert "default/shout==1.12" in stored(open_name)
+    mixed = parse_spec(tomllib.loads(open_name)), parse_spec(tomllib.loads(found))
+    labels = [part_labels(each.environment.params["parts"]) for each in mixed if isinstance(each, RlSpec)]
+    assert labels == [["shout", "sort", "other"]] * 2  # the names of metrics do not change
+    for as_it_is in (spec_with("default/shout==1.9"), spec_with("default/shout", pins="runs/mine/environment"), SPEC):
+        assert stored(as_it_is) == as_it_is
+
+
+def test_a_spec_whose_package_no_attempt_could_get_is_refused_when_it_is_submitted(plane: Served):
+    plane.made("/api/projects", {"name": "p"})
+    plane.made("/api/packages", push_body(wheel("default-inside"), project="p"))
+    pushed(plane, wheel("default-gone"))
+    plane.made("/api/packages/default-gone/yank", {"version": "1.0"})
+    for name, project, says in [
+        ("default/gone", "default", "every version of it was yanked"), ("default/none", "default", "sees no package"),
+        ("default/inside", "default", "the run's project sees no package"), ("default/inside", "p", ""),
+    ]:  # fmt: skip
+        told = plane.ask("POST", "/api/runs", body={"spec_toml": spec_with(name), "target": "box", "project": project})
+        assert (told.status_code, says in told.text) == (422 if says else 201, True), told.text
+
+
 # --- what is fetched
 
 
+@ON_SQLITE
 def test_verify_checks_bytes_record_and_signature(plane: Served):
     pushed(plane, wheel())
     public = plane.plane.shelf.signer.public
@@ -233,6 +285,7 @@ def test_the_signing_key_stays_and_only_its_user_reads_it(tmp_path: Path):
         read_signer(tmp_path)
 
 
+@ON_SQLITE
 def test_the_newest_version_that_is_neither_yanked_nor_a_trial_is_chosen(plane: Served):
     pushed(plane, *(wheel(version=each) for each in ("1.9", "1.10", "2.0rc1", "1.11")))
     plane.made("/api/packages/default-shout/yank", {"version": "1.11"})
@@ -243,6 +296,7 @@ def test_the_newest_version_that_is_neither_yanked_nor_a_trial_is_chosen(plane: 
         index.choose(package_name("default/shout==3"))
 
 
+@ON_SQLITE
 def test_a_run_keeps_wheels_and_pins_and_takes_what_its_org_needs_from_the_index_alone(plane: Served, tmp_path: Path):
     parts = wheel("default-parts", "2.0", module="parts")
     pushed(plane, wheel(requires=("default-parts>=2", "pytest", "nowhere; python_version < '3'")), parts)
@@ -264,6 +318,7 @@ def test_a_run_keeps_wheels_and_pins_and_takes_what_its_org_needs_from_the_index
         assert not (tmp_path / "refused").exists()
 
 
+@ON_SQLITE
 def test_what_a_run_keeps_is_checked_before_it_is_installed(
     plane: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -291,6 +346,7 @@ def test_what_a_run_keeps_is_checked_before_it_is_installed(
         install_kept(kept, [NAME])
 
 
+@ON_SQLITE
 def test_nothing_of_pips_settings_changes_where_packages_come_from(
     plane: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -310,6 +366,25 @@ def test_nothing_of_pips_settings_changes_where_packages_come_from(
     keep_packages(["default/shout"], index_of(plane), tmp_path / "kept")
     site = install_kept(tmp_path / "kept", ["default/shout"]).site
     assert "trapped" not in (site / "shout_env.py").read_text()
+
+
+@ON_SQLITE
+@pytest.mark.slow
+def test_where_there_is_no_pip_uv_installs_what_a_run_keeps(
+    plane: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pushed(plane, wheel())
+    keep_packages([NAME], index_of(plane), tmp_path / "kept")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RunError, match="neither pip nor uv is installed here"):
+        install_kept(tmp_path / "kept", [NAME])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    site = install_kept(tmp_path / "kept", [NAME]).site
+    assert (site / "shout_env.py").read_text() == CODE
+    assert install_kept(tmp_path / "kept", [NAME]).site == site
 
 
 # --- specs
@@ -334,6 +409,7 @@ def test_a_package_plays_in_a_sandbox_and_a_spec_that_asks_for_none_is_refused()
         parse_spec({**tables, "environment": mixed})
 
 
+@ON_SQLITE
 def test_a_fenced_agent_installs_nothing(plane: Served):
     pushed(plane, wheel())
     run = plane.submit()

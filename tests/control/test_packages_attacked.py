@@ -265,30 +265,77 @@ def test_a_place_that_the_page_names_is_not_asked(world: Attacked, tmp_path: Pat
     assert asked == []
 
 
-def pip(url: str, key: str, target: Path, *more: str, env: Mapping[str, str] | None = None) -> Any:
-    index = url.replace("://", f"://me:{key}@")
-    quiet = ["--no-cache-dir", "--disable-pip-version-check", "--no-deps", "--no-input", "--retries", "0"]
-    command = [sys.executable, "-I", "-m", "pip", "install", *quiet, "--index-url", f"{index}/simple/", "--target"]
-    given = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | dict(env or {})
-    return subprocess.run([*command, str(target), *more], capture_output=True, text=True, env=given, timeout=120)
+def install(tool: str, url: str, key: str, target: Path, *wanted: str) -> subprocess.CompletedProcess[str]:
+    """Install from an index with pip or uv, as a user would."""
+    index = f"{url.replace('://', f'://me:{key}@')}/simple/"
+    command = {
+        "pip": ["-I", "-m", "pip", "install", "--no-cache-dir", "--disable-pip-version-check", "--no-input"],
+        "uv": ["-m", "uv", "pip", "install", "--no-config", "--no-cache", "--python", sys.executable],
+    }[tool]  # fmt: skip
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+    words = [sys.executable, *command, "--no-deps", "--index-url", index, "--target", str(target), *wanted]
+    return subprocess.run(words, capture_output=True, text=True, env=given, timeout=120)
+
+
+DIFFERS = {"pip": "DO NOT MATCH THE HASHES", "uv": "Hash mismatch"}
+TOOLS = sorted(DIFFERS)
+
+
+def test_pip_and_uv_get_the_same_bytes(world: Attacked, tmp_path: Path):
+    got: dict[str, list[str]] = {}
+    for tool in TOOLS:
+
+        def noted(path: str, content: bytes, tool: str = tool) -> bytes:
+            if path.endswith(".whl"):
+                got.setdefault(tool, []).append(hashlib.sha256(content).hexdigest())
+            return content
+
+        with Liar(world.url, noted) as proxy:
+            told = install(tool, proxy.url, world.acme, tmp_path / tool, "acme-shout")
+        assert told.returncode == 0, told.stderr
+    assert got == {tool: [_sha(VICTIM)] for tool in TOOLS}
+    assert (tmp_path / "pip/shout_env.py").read_bytes() == (tmp_path / "uv/shout_env.py").read_bytes()
 
 
 @pytest.mark.parametrize("at", [3, 10, 17])
-def test_pip_refuses_what_is_changed_on_the_way(world: Attacked, tmp_path: Path, at: int):
+@pytest.mark.parametrize("tool", TOOLS)
+def test_pip_and_uv_refuse_what_is_changed_on_the_way(world: Attacked, tmp_path: Path, tool: str, at: int):
     with Liar(world.url, flipped(at)) as liar:
-        told = pip(liar.url, world.acme, tmp_path / "site", "acme-shout==1.0")
+        told = install(tool, liar.url, world.acme, tmp_path / "site", "acme-shout==1.0")
     assert told.returncode != 0
     assert not (tmp_path / "site" / "shout_env.py").exists()
-    assert "DO NOT MATCH THE HASHES" in told.stderr
+    # uv unpacks while the bytes arrive: it finds the zip file damaged before it has its hash
+    assert {"pip": DIFFERS["pip"], "uv": "Failed to extract archive"}[tool] in told.stderr
 
 
-def test_pip_with_the_pinned_hash_refuses_another_wheel_whatever_the_index_says(world: Attacked, tmp_path: Path):
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_wheel_that_is_none_of_the_index_is_refused_by_its_hash(world: Attacked, tmp_path: Path, tool: str):
+    """With the hash of the index where the wheel alone was changed; with the pinned one where the index lies, too."""
+    with Liar(world.url, LIES["another wheel"]) as liar:
+        told = install(tool, liar.url, world.acme, tmp_path / "a", "acme-shout==1.0")
+        assert (told.returncode != 0, DIFFERS[tool] in told.stderr) == (True, True), told.stderr
     (tmp_path / "pins.txt").write_text(f"acme-shout==1.0 --hash=sha256:{_sha(VICTIM)}\n")
+    pinned = ["--require-hashes", "-r", str(tmp_path / "pins.txt")]
     with Liar(world.url, replaced) as liar:
-        told = pip(liar.url, world.acme, tmp_path / "a", "--require-hashes", "-r", str(tmp_path / "pins.txt"))
-        assert (told.returncode != 0, "DO NOT MATCH THE HASHES" in told.stderr) == (True, True)
-    told = pip(world.url, world.acme, tmp_path / "b", "--require-hashes", "-r", str(tmp_path / "pins.txt"))
+        told = install(tool, liar.url, world.acme, tmp_path / "b", *pinned)
+        assert (told.returncode != 0, DIFFERS[tool] in told.stderr) == (True, True), told.stderr
+    told = install(tool, world.url, world.acme, tmp_path / "c", *pinned)
     assert told.returncode == 0, told.stderr
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_yanked_version_is_installed_by_its_number_alone(world: Attacked, tmp_path: Path, tool: str):
+    def yank(undo: bool) -> None:
+        body = {"version": "1.0", "why": "wrong rewards", "undo": undo}
+        assert world.send("POST", "/api/packages/acme-shout/yank", world.acme, body).status_code == 200
+
+    yank(False)
+    try:
+        assert install(tool, world.url, world.acme, tmp_path / "a", "acme-shout").returncode != 0
+        told = install(tool, world.url, world.acme, tmp_path / "b", "acme-shout==1.0")
+        assert (told.returncode, "wrong rewards" in told.stderr) == (0, True), told.stderr
+    finally:
+        yank(True)
 
 
 # --- signatures
@@ -433,4 +480,4 @@ def test_what_was_changed_in_a_run_or_its_cache_does_not_play(world: Attacked, t
 
 def test_there_are_more_than_a_hundred_attacks(request: pytest.FixtureRequest):
     here = [each for each in request.session.items if each.path == request.path]
-    assert len(here) - 2 > 150, len(here)  # but for this one, and the one whose lie does nothing
+    assert len(here) - 5 > 150, len(here)  # but for this one, the lie that does nothing, bytes and yanks of pip and uv

@@ -113,13 +113,11 @@ def test_the_environment_of_the_page_is_one(team: Colleagues):
 
 @pytest.mark.parametrize("tool", ["pip", "uv"])
 def test_pip_and_uv_install_the_very_file(team: Colleagues, tmp_path: Path, tool: str):
-    if tool == "uv" and shutil.which("uv") is None:
-        pytest.skip("uv is not installed")
     reader = team.control.key("runs:read")
     index = f"http://me:{reader}@127.0.0.1:{team.control.port}/simple/"
     (tmp_path / "pins.txt").write_text(f"default-shout==1.2.0 --hash=sha256:{sha_of(team)}\n")
     options = ["--index-url", index, "--no-deps", "--require-hashes", "-r", str(tmp_path / "pins.txt")]
-    start = ["uv", "pip", "install", "--no-cache", "--python", sys.executable]
+    start = [sys.executable, "-m", "uv", "pip", "install", "--no-cache", "--python", sys.executable]
     if tool == "pip":
         start = [sys.executable, "-I", "-m", "pip", "install", "--no-cache-dir", "--disable-pip-version-check"]
     subprocess.run([*start, *options, "--target", str(tmp_path / "site")], env=team.env, check=True, timeout=120)
@@ -181,15 +179,27 @@ def test_a_machine_without_a_sandbox_refuses_the_run(team: Colleagues, tmp_path:
     assert not (team.home / "refused").exists()
 
 
+def test_a_package_is_served_beside_a_rollout_service(team: Colleagues):
+    where = ("--rollouts", "http://127.0.0.1:1", "--engine", "http://127.0.0.1:1", "--model", "nowhere")
+    tokens = ("--token-file", "data/token", "--engine-token-file", "data/token")
+    shutil.rmtree(team.home / "cache", ignore_errors=True)
+    told = team.tandem("env", "serve", NAME, *where, *tokens, code=2)
+    assert "--model = 'nowhere': there is no such directory" in told  # looked at once the environment is loaded
+    assert list(team.home.glob("cache/tandem/environments/*/shout_env.py"))
+
+
 def test_a_package_plays_on_a_server_by_the_agents_own_token(team: Colleagues):
     team.spec(2, "remote.toml")
     spec_toml = (team.home / "remote.toml").read_text()
-    run = team.control.ask("POST", "/api/runs", {"spec_toml": spec_toml, "target": "here"})["id"]
+    newest = spec_toml.replace("==1.2.0", "")
+    run = team.control.ask("POST", "/api/runs", {"spec_toml": newest, "target": "here"})["id"]
     until(lambda: team.control.state(run) in ("succeeded", "failed"), 200)
     found = team.control.ask("GET", f"/api/runs/{run}")
     assert found["state"] == "succeeded", found
     kept = json.loads((team.control.directory(run) / "environment" / PINS).read_text())
     assert kept["packages"][0]["sha256"] == sha_of(team)
+    spec_there = (team.control.directory(run) / "spec.toml").read_text()
+    assert f'name = "{NAME}"' in spec_there  # as it was pinned when it was submitted
     assert json.loads((team.control.mirror(run) / "environment" / PINS).read_text()) == kept
     for path in team.home.glob("jobs/tandem-*/*"):  # the trainer got files, and no token
         assert not path.is_file() or b"tda_" not in path.read_bytes(), path

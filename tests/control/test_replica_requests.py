@@ -17,10 +17,13 @@ from tandem.control.api.upkeep import look_once
 from tandem.control.deployments import Candidate
 from tandem.control.replicas import DRAIN_MS, Replicas
 
+ON_SQLITE = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+"""For tests to which the database is nothing: PostgreSQL would only take its time."""
+
 
 @pytest.fixture
-def plane(tmp_path: Path) -> Iterator[Served]:
-    made = served(tmp_path)
+def plane(tmp_path: Path, database: str) -> Iterator[Served]:
+    made = served(tmp_path, database)
     yield made
     made.plane.store.close()
 
@@ -102,6 +105,7 @@ def test_a_replica_that_is_told_to_end_gets_no_further_request_and_waits_no_long
     assert replicas.find("run", DRAIN_MS) is not None
 
 
+@ON_SQLITE
 def test_a_replica_that_cannot_be_reached_is_asked_again_where_it_is_next(plane: Served):
     names = Names(plane)
     names.deploy()
@@ -264,6 +268,7 @@ def test_a_replica_that_no_request_reaches_sleeps_and_the_next_request_wakes_it(
     asyncio.run(play())
 
 
+@ON_SQLITE
 def test_a_name_without_a_replica_says_when_to_ask_again(plane: Served, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tandem.control.api.deployment_routes.WAIT_S", 0.2)
     names = Names(plane)

@@ -12,8 +12,9 @@ from tandem.serve.deployment_chat import DeploymentConversation
 from tandem.serve.terminal_chat import converse
 
 
-def events(*texts: str, end: str = "stop") -> httpx.Response:
-    rows = [{"choices": [{"delta": {"content": text}, "finish_reason": None}]} for text in texts]
+def events(*texts: str, end: str = "stop", thoughts: tuple[str, ...] = ()) -> httpx.Response:
+    deltas = [*({"reasoning_content": each} for each in thoughts), *({"content": text} for text in texts)]
+    rows: list[dict[str, Any]] = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     if end:
         rows.append({"choices": [{"delta": {}, "finish_reason": end}]})
     lines = [f"data: {json.dumps(row)}\n\n" for row in rows]
@@ -56,6 +57,13 @@ def test_each_turn_goes_on_with_the_last_and_the_revision_is_named_once():
     ]  # fmt: skip
     assert sent[2]["messages"] == [system, {"role": "user", "content": "x"}]
     assert sent[0]["model"] == "support"
+
+
+def test_thoughts_are_shown_apart_and_are_no_part_of_the_answer():
+    shown, sent = talk([events("4", "2", thoughts=("is it", " 6 x 7?")), events("yes")], ["what?", "sure?"])
+    assert "<think>is it 6 x 7?</think>42\n" in shown
+    assert "<think>" not in shown.partition("</think>")[2]
+    assert sent[1]["messages"][2] == {"role": "assistant", "content": "42"}
 
 
 def test_a_model_that_is_being_started_is_waited_for():

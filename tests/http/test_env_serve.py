@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -130,6 +131,54 @@ def test_groups_come_from_workers_and_an_engine_over_http_also_after_the_service
                 await client.close()
 
         asyncio.run(scenario())
+
+
+NOSY = """
+import os
+
+from tandem.types import Outcome, Task
+
+
+class Nosy:
+    def tasks(self, split):
+        return [Task(f"{split} {n}", ({"role": "user", "content": "what is there?"},)) for n in range(8)]
+
+    async def run(self, task, chat):
+        await chat.reply()
+        try:
+            seen = open("SECRET").read()
+        except OSError:
+            seen = ""
+        return Outcome(0.0, {"seen": float(bool(seen)), "alone": float(os.getpid() == 2)})
+"""
+
+
+def test_an_environment_that_is_served_in_a_sandbox_sees_nothing_else(tmp_path: Path):
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed: `make install-system`")
+    tokenizer, service = byte_tokenizer(), Service(tmp_path / "rollouts")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "secret").write_text("a key")
+    (tmp_path / "nosy.py").write_text(NOSY.replace("SECRET", str(tmp_path / "secret")))
+    with engine_serving(FakeEngine(version=0), Renderer(tokenizer), tmp_path / "engine") as served, service.running():
+        (tmp_path / "engine-token").write_text(served.token)
+        asked = (
+            "--rollouts", service.url, "--token-file", service.token_file, "--engine", served.url,
+            "--engine-token-file", tmp_path / "engine-token", "--model", tmp_path / "model",
+            "--group-size", 2, "--max-tokens", 3, "--workers", 2, "--sandbox",
+        )  # fmt: skip
+
+        async def scenario() -> list[dict[str, Any]]:
+            client = ServiceClient(service.url, service.token_file)
+            trainer = Trainer(client)
+            await trainer.register()
+            with program("env", "serve", tmp_path / "nosy.py", *asked):
+                groups = await trainer.step()
+            await client.close()
+            return groups
+
+        told = [each["metrics"] for group in asyncio.run(scenario()) for each in group["group"]["trajectories"]]
+    assert [(each["seen"], each["alone"]) for each in told] == [(0.0, 1.0)] * 4
 
 
 # --- the client, and tickets

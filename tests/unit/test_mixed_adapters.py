@@ -120,3 +120,29 @@ def test_an_adapter_that_is_not_what_was_sent_or_does_not_fit_is_refused_and_the
         await engine.close()
 
     asyncio.run(play())
+
+
+def test_an_adapter_that_overflows_fails_its_own_requests_and_no_others(base: Any):
+    """As one does whose training has diverged: its numbers are finite, and what it computes is not."""
+    good = adapter(base, "a")
+    wild = {name: tensor * 1e25 for name, tensor in adapter(base, "c", "layers.0.mlp").items()}
+    sampling = Sampling(5, seed=4)
+
+    async def play() -> None:
+        engine = engine_of(copy.deepcopy(base))
+        await put(engine, "a", good)
+        await put(engine, "c", wild)
+        prompts = {name: [5, 6, 7, 8] for name in ("a", "")} | {"c": list(range(40))}
+        expected = {name: (await engine.generate(prompts[name], sampling, adapter=name)).ids for name in ("a", "")}
+        for names in ("c", "a", ["c", "a", ""], ["a", "", "c"], ["a", "", ""]):
+            asked = (engine.generate(prompts[name], sampling, adapter=name) for name in names)
+            for name, told in zip(names, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+                if name == "c":
+                    assert isinstance(told, EngineError)
+                    assert "adapter 'c': its logits are not finite" in str(told)
+                else:
+                    assert isinstance(told, Completion), told
+                    assert told.ids == expected[name], names
+        await engine.close()
+
+    asyncio.run(play())

@@ -333,7 +333,7 @@ def chat(
     from tandem.serve.deployment_chat import chat_with_deployment, is_deployment
 
     if is_deployment(source):
-        chat_with_deployment(source, temperature=temperature, max_tokens=max_tokens, system=system)
+        chat_with_deployment(source, temperature=temperature, max_tokens=max_tokens, system=system, thinking=thinking)
         return
     from tandem.recipes.serve import chat_with
 
@@ -464,6 +464,12 @@ def env_serve(
     workers: Annotated[
         int, typer.Option(min=0, help="Worker processes, one episode each; 0 plays all episodes in this process.")
     ] = 0,
+    sandbox: Annotated[
+        bool, typer.Option("--sandbox", help="Play in bubblewrap, without network and other files; needs workers.")
+    ] = False,
+    sandbox_network: Annotated[bool, typer.Option("--sandbox-network", help="Open the network to it.")] = False,
+    sandbox_read: Annotated[list[str] | None, typer.Option(metavar="PATH", help="Open it to be read.")] = None,
+    sandbox_write: Annotated[list[str] | None, typer.Option(metavar="PATH", help="Open it to be written.")] = None,
     groups: Annotated[int, typer.Option(min=1, help="Most groups in flight.")] = 16,
     group_size: Annotated[int, typer.Option(min=1, help="Episodes per group.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in one turn.")] = 256,
@@ -501,6 +507,10 @@ def env_serve(
         seed=seed,
         episode_timeout_s=episode_timeout,
         judge=parse_judge(judge or ()),
+        sandbox=sandbox,
+        sandbox_network=sandbox_network,
+        sandbox_read=sandbox_read or (),
+        sandbox_write=sandbox_write or (),
     )
 
 

@@ -20,7 +20,7 @@ from tandem.errors import ControlError, ControlInvalid, ControlNotKnown, SpecErr
 from tandem.io.provenance import checked_statement, key_id
 from tandem.io.wheel_file import WheelContent, names_in, open_wheel
 from tandem.shapes.packages import SIMPLE_JSON, IndexFile, IndexPage, PushBody
-from tandem.spec.package_names import PackageName, is_final, package_name, version_key
+from tandem.spec.package_names import PackageName, newest, package_name, version_key
 
 Get = Callable[[str, Mapping[str, str]], bytes]
 """Fetches a path below the index; ControlNotKnown if there is nothing."""
@@ -93,11 +93,10 @@ class PackageIndex:
                     f"'{name.title}=={name.version}': there is no such version; there are {known or 'none'}"
                 )
             return found[0]
-        free = [each for each in files if each.yanked is False]
-        final = [each for each in free if is_final(_version(each))]
+        free = {_version(each): each for each in files if each.yanked is False}
         if not free:
             raise SpecError(f"'{name.title}': every version of it was yanked; name one: {name.title}==VERSION")
-        return (final or free)[-1]
+        return free[newest(free)]
 
     def fetch(self, file: IndexFile) -> FetchedWheel:
         """Return the file. SpecError unless its bytes have the hash that the index says, and RECORD agrees."""

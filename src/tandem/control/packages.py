@@ -8,22 +8,25 @@ can be had from elsewhere.
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import sqlalchemy as sa
+import tomli_w
 from sqlalchemy.orm import Session
 
 from tandem.control import queries
 from tandem.control.callers import Caller
 from tandem.control.tables import Attempt, Org, Package, PackageVersion, Project, Run
 from tandem.env.load import ADAPTERS, BUILT_IN
-from tandem.errors import Conflict, Fenced, NotKnown, StoreError
+from tandem.errors import Conflict, Fenced, NotKnown, SpecError, StoreError
 from tandem.io import atomic_write
 from tandem.io.provenance import Signer
 from tandem.io.wheel_file import WheelContent
 from tandem.shapes.packages import PackageInfo, PackageVersionInfo, PushBody
-from tandem.spec.package_names import normalized, skeleton, version_key
+from tandem.spec import environment
+from tandem.spec.package_names import PackageName, newest, normalized, skeleton, version_key
 
 ORG_BYTES = 4 * 2**30
 """The most bytes of all wheels of an org."""
@@ -155,6 +158,28 @@ def yank(session: Session, row: Package, version: str, why: str, undo: bool, now
         found.yanked_at, found.yanked_why = found.yanked_at or now, why or found.yanked_why
     session.flush()
     return version_info(row, found)
+
+
+def with_versions(session: Session, caller: Caller, project: str, spec_toml: str) -> str:
+    """Return a checked spec with a version of each package that it names: the newest one that its project sees now, if
+    none is written. So every attempt plays the same, and the spec repeats the run."""
+    tables = tomllib.loads(spec_toml)
+    seen_by = Caller(caller.key, caller.org, caller.scopes, project)
+
+    def version_of(wanted: PackageName) -> str:
+        try:
+            there = versions(session, find(session, seen_by, wanted.distribution))
+        except NotKnown:
+            raise SpecError(
+                f"environment.name = '{wanted.title}': the run's project sees no package of this name here; "
+                "`tandem env list --index` lists those that your key may see"
+            ) from None
+        if not (free := [each.version for each in there if not each.yanked_at]):
+            raise SpecError(f"environment.name = '{wanted.title}': every version of it was yanked; name one")
+        return newest(free)
+
+    tables["environment"] = environment.with_versions(tables["environment"], version_of)
+    return tomli_w.dumps(tables)
 
 
 def find(session: Session, caller: Caller, name: str, *, to_change: bool = False) -> Package:

@@ -66,7 +66,7 @@ def read_signer(data_dir: Path) -> Signer:
 def checked_statement(envelope: object, public: str, subject: str, sha256: str) -> dict[str, Any]:
     """Return the predicate of a statement about this very file. SpecError if the signature is not of the key `public`,
     or if the statement is about another file."""
-    require_extra("control", "cryptography")
+    require_extra("train", "cryptography")
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

@@ -6,20 +6,24 @@ import asyncio
 import logging
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import ValidationError
+
 from tandem.build import standalone_engines, training
 from tandem.build.judges import judge_model
-from tandem.errors import EngineError
+from tandem.errors import EngineError, SpecError
+from tandem.recipes.packages import ready_packages
 from tandem.recipes.serve import find_model
 from tandem.rollout.episode import Setting
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.remote.client import ServiceClient
 from tandem.rollout.remote.environment_store import EnvironmentRegistration, TicketStore
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
+from tandem.spec.load import plain_message
 from tandem.types import Sampling
 
 _log = logging.getLogger(__name__)
@@ -49,22 +53,38 @@ def serve_environment(
     max_failed_share: float = 0.2,
     engine_deadline_s: float = 120.0,
     judge: JudgeSpec | None = None,
+    sandbox: bool = False,
+    sandbox_network: bool = False,
+    sandbox_read: Sequence[str] = (),
+    sandbox_write: Sequence[str] = (),
 ) -> None:
     """Play until SIGTERM or Ctrl-C. `model`: its tokenizer and chat template must be those of the model at `engine`.
-    Service and engine may restart; episodes in progress on a lost engine are dropped, and others are played."""
-    spec = EnvironmentSpec(
-        name=str(name), params=dict(params or {}), episode_timeout_s=episode_timeout_s,
-        max_failed_share=max_failed_share, workers=workers, judge=judge or NoJudge(),
-    )  # fmt: skip
-    client = ServiceClient(rollouts, Path(token_file), url_option="--rollouts", token_option="--token-file")
-    environment = training.environment(spec)
+    `sandbox`: play in bubblewrap, as `[environment]` does; a package always does. Service and engine may restart;
+    episodes in progress on a lost engine are dropped, and others are played."""
+    if sandbox and not workers:
+        raise SpecError("--sandbox: needs worker processes; add --workers, as in --workers 8")
+    tables = {
+        "name": str(name), "params": dict(params or {}), "episode_timeout_s": episode_timeout_s,
+        "max_failed_share": max_failed_share, "judge": judge or NoJudge(),
+        "sandbox_network": sandbox_network, "sandbox_read": sandbox_read, "sandbox_write": sandbox_write,
+        **({"workers": workers} if workers else {}), **({"sandbox": "bwrap"} if sandbox else {}),
+    }  # fmt: skip
     try:
+        spec = EnvironmentSpec.model_validate(tables)
+    except ValidationError as error:
+        raise SpecError(plain_message(error.errors(include_url=False)[0])) from None
+    client = ServiceClient(rollouts, Path(token_file), url_option="--rollouts", token_option="--token-file")
+    with ready_packages(spec) as packages:
+        environment = training.environment(spec, packages.installed if packages else None)
+    try:
+        if opened := getattr(environment, "sandbox", ""):
+            _log.info("sandbox: %s", opened)
         path, _, _ = find_model(model, field="--model", weights=False)
         alone, _ = standalone_engines.followed(engine, Path(engine_token_file), path, thinking=thinking)
         setting = Setting(
             environment, alone.engine, alone.renderer, sampling or Sampling(), alone.context, engine_deadline_s,
             episode_timeout_s, judge=judge_model(spec.judge, alone.engine, alone.renderer, alone.context),
-            retries=1 if workers else 0,
+            retries=1 if spec.workers else 0,
         )  # fmt: skip
         registration = EnvironmentRegistration(
             _short(spec.name), weight, min_share, group_size, tokenizer=alone.renderer.fingerprint

@@ -285,6 +285,7 @@ def _install(directory: Path, wheels: Sequence[WheelContent], site: Path) -> Non
         if told.returncode:
             last = "\n  ".join(told.stderr.strip().splitlines()[-4:])
             raise RunError(f"the environment's packages could not be installed:\n  {last}")
+        (fresh / ".lock").unlink(missing_ok=True)  # uv's, and no file of a package
 
 
 def _installer() -> list[str]:

@@ -21,6 +21,8 @@ from tandem.serve.terminal_chat import STOPPED, converse, ctrl_c_cancels
 from tandem.types import Message
 
 _PATIENCE_S, _READ_S = 300.0, 600.0
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+"""What a request says so that the replica renders its template with thinking on, or refuses it if that has none."""
 
 
 def is_deployment(source: str | Path) -> bool:
@@ -37,7 +39,9 @@ def is_deployment(source: str | Path) -> bool:
     return name in {str(each["id"]) for each in told.json()["data"]}
 
 
-def chat_with_deployment(name: str, *, temperature: float = 0.0, max_tokens: int = 512, system: str = "") -> None:
+def chat_with_deployment(
+    name: str, *, temperature: float = 0.0, max_tokens: int = 512, system: str = "", thinking: bool = False
+) -> None:
     """Talk to a model behind a name, until /exit."""
     if (place := find_place()) is None:
         raise SpecError("no control server is configured: use `tandem login URL`")
@@ -47,7 +51,7 @@ def chat_with_deployment(name: str, *, temperature: float = 0.0, max_tokens: int
         headers = _headers(place) | {"X-Session-Id": uuid.uuid4().hex}
         async with httpx.AsyncClient(base_url=place.url, headers=headers, timeout=timeout, trust_env=False) as http:
             asked = {"model": name, "temperature": temperature, "max_tokens": max_tokens, "stream": True}
-            await converse(DeploymentConversation(http, asked, system))
+            await converse(DeploymentConversation(http, asked | (THINKING if thinking else {}), system))
 
     asyncio.run(talk())
 
@@ -104,7 +108,7 @@ class DeploymentConversation:
 
 
 async def _told(told: httpx.Response, tell: Callable[[str], None]) -> str:
-    parts, reason = list[str](), ""
+    parts, reason, thinks = list[str](), "", False
     async for line in told.aiter_lines():
         if not line.startswith("data:") or line == "data: [DONE]":
             continue
@@ -112,8 +116,13 @@ async def _told(told: httpx.Response, tell: Callable[[str], None]) -> str:
         if "error" in event:
             raise ControlSilent(str(event["error"]["message"]))
         for choice in event["choices"]:
-            if text := choice["delta"].get("content"):
-                tell(text)
+            thought, text = (choice["delta"].get(name) or "" for name in ("reasoning_content", "content"))
+            if thought:
+                tell(thought if thinks else f"<think>{thought}")
+                thinks = True
+            if text:
+                tell(f"</think>{text}" if thinks else text)
+                thinks = False
                 parts.append(text)
             reason = choice.get("finish_reason") or reason
     if not reason:

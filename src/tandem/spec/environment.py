@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
 from tandem.spec.data import beside
-from tandem.spec.package_names import is_package
+from tandem.spec.package_names import PackageName, is_package, package_name
 
 PROMPTS, MIX = "prompts", "mix"
 """The environment whose parameters name files: data and reward functions; and the one made of several."""
@@ -171,6 +171,19 @@ def packages_in(name: object, params: object) -> list[str]:
     return [name] if isinstance(name, str) and is_package(name) else []
 
 
+def with_versions(environment: Any, version_of: Callable[[PackageName], str]) -> Any:
+    """Return the `[environment]` of a spec with a version for each package; `version_of` says those left out."""
+    if isinstance(environment, list):
+        return [with_versions(each, version_of) for each in cast("list[Any]", environment)]
+    table = dict(cast("Mapping[str, Any]", environment))
+    name = table["name"]
+    if name == MIX:
+        table["params"] = {**table["params"], "parts": with_versions(table["params"]["parts"], version_of)}
+    elif is_package(name) and not (wanted := package_name(name)).version:
+        table["name"] = f"{name}=={version_of(wanted)}"
+    return table
+
+
 def files_in(name: str, params: Mapping[str, Any]) -> list[str]:
     """Return the files of an environment that its spec names: its own, and of `prompts` data and reward functions."""
     if name == MIX:
@@ -238,9 +251,13 @@ def mixed(tables: Sequence[Any]) -> dict[str, Any]:
     return {**shared, "name": MIX, "params": {"parts": parts}}
 
 
+def _label_of(name: str) -> str:
+    return _LABEL.sub("_", PurePath(name.partition("==")[0]).stem).strip("_")  # of a package without its version
+
+
 def part_labels(parts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the labels of a mix's parts: as written, or from their names. ValueError for wrong ones, and weights."""
-    labels = [str(part.get("label") or _LABEL.sub("_", PurePath(str(part["name"])).stem).strip("_")) for part in parts]
+    labels = [str(part.get("label") or _label_of(str(part["name"]))) for part in parts]
     for label, part in zip(labels, parts, strict=True):
         weight = part.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):

@@ -7,6 +7,7 @@ alike have one skeleton: an index holds one of them only.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tandem.errors import SpecError
@@ -92,7 +93,8 @@ def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int], int, in
     return tuple(release), pre, int(found["post"]) if found["post"] else -1, dev
 
 
-def is_final(version: str) -> bool:
-    """Return whether a version is neither a pre-release nor a development version."""
-    found = _VERSION.fullmatch(version)
-    return found is not None and not found["pre"] and not found["dev"]
+def newest(versions: Collection[str]) -> str:
+    """Return the newest that is neither a pre-release nor a development version; if there is none, the newest."""
+    found = {each: _VERSION.fullmatch(each) for each in versions}
+    final = [each for each, parts in found.items() if parts is not None and not parts["pre"] and not parts["dev"]]
+    return max(final or versions, key=version_key)

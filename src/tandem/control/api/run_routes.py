@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sqlalchemy.orm import Session
 
-from tandem.control import queries, transitions
+from tandem.control import packages, queries, transitions
 from tandem.control.api.requests import Plane, answer, asked, caller_of, written_once
 from tandem.control.callers import Caller
 from tandem.errors import NotKnown
@@ -35,7 +35,9 @@ from tandem.shapes.runs import (
     TargetList,
     UsagePage,
 )
+from tandem.spec.environment import packages_in
 from tandem.spec.load import parse_spec
+from tandem.spec.package_names import package_name
 
 READ_BYTES = 4 * 2**20
 """The most bytes of one answer from a file."""
@@ -73,26 +75,29 @@ class RunRoutes:
             raise RequestRefused(503, f"target = '{body.target}': says nothing now; send it again", field="target")
         return answer(await self.plane.plan(body, offered[body.target]))
 
-    async def _checked(self, request: Request, body: PlanBody | SubmitBody) -> str:
-        """Check a spec and its target; return the spec's name."""
-        read = partial(_spec_name, body.spec_toml)
-        name = await aside(request)(read) if len(body_at_hand(request)) > AT_ONCE_BYTES else read()
+    async def _checked(self, request: Request, body: PlanBody | SubmitBody) -> tuple[str, bool]:
+        """Check a spec and its target; return its run's name, and whether it leaves a package's version open."""
+        read = partial(_read_spec, body.spec_toml)
+        found = await aside(request)(read) if len(body_at_hand(request)) > AT_ONCE_BYTES else read()
         if body.target not in self.plane.prices:
             known = ", ".join(sorted(self.plane.prices)) or "none"
             raise RequestRefused(422, f"target = '{body.target}': this server has {known}", field="target")
-        return name
+        return found
 
     @speaks(SubmitBody, key="required", status=201, answer=RunInfo, scope="runs:write")
     async def submit(self, request: Request) -> Response:
         """Queue a run of a spec, on a target. The answer says where it is; the same key gives the same run."""
         caller = caller_of(request, "runs:write")
         body = await asked(request, SubmitBody, keep=True)
-        name = await self._checked(request, body)
+        name, leaves_open = await self._checked(request, body)
 
         def change(session: Session, body: SubmitBody, now: int) -> RunInfo:
+            project, spec_toml = queries.project_of(session, caller, body.project), body.spec_toml
+            if leaves_open:
+                spec_toml = packages.with_versions(session, caller, project, spec_toml)
             submitted = transitions.Submitted(
-                caller.org, body.name or name, body.spec_toml, body.target,
-                project=queries.project_of(session, caller, body.project), group=body.group, created_by=caller.key,
+                caller.org, body.name or name, spec_toml, body.target,
+                project=project, group=body.group, created_by=caller.key,
                 usd_per_hour=self.plane.prices[body.target], max_cost_usd=body.max_cost_usd, retries=body.retries,
                 secrets=tuple(sorted(set(body.secrets))),
             )  # fmt: skip
@@ -244,10 +249,13 @@ class RunRoutes:
         return answer(UsagePage(items=found, next=found[-1].key if len(found) == limit else ""))
 
 
-def _spec_name(text: str) -> str:
-    """Check a spec; return its run's name."""
+def _read_spec(text: str) -> tuple[str, bool]:
+    """Check a spec; return its run's name, and whether it names a package without a version."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RequestRefused(422, f"spec_toml: is not TOML: {error}", field="spec_toml") from None
-    return parse_spec(raw).name
+    spec = parse_spec(raw)
+    environment = getattr(spec, "environment", None)
+    names = [] if environment is None or environment.pins else packages_in(environment.name, environment.params)
+    return spec.name, any(not package_name(name).version for name in names)

@@ -69,9 +69,13 @@ class QueuedRequest:
 
     def refuse(self, why: str) -> None:
         """End the request alone: its grammar cannot go on."""
+        grammar = self.sampling.shape.grammar
+        self.fail(SamplingRefused(f"{grammar.field if grammar else 'grammar'}: {why}"))
+
+    def fail(self, error: Exception) -> None:
+        """End the request alone."""
         if not self.answer.done():
-            grammar = self.sampling.shape.grammar
-            self.answer.set_exception(SamplingRefused(f"{grammar.field if grammar else 'grammar'}: {why}"))
+            self.answer.set_exception(error)
 
     def finish(self, reason: FinishReason) -> None:
         if not self.answer.done():

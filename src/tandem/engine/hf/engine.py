@@ -460,7 +460,12 @@ class EmbeddedEngine:
         for offset, (token_id, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             request = self._running[first + offset]
             if logprob != logprob or logprob == float("-inf"):
-                raise EngineError(f"the model's logits are not finite (version {self.version})")
+                if not request.adapter:
+                    raise EngineError(f"the model's logits are not finite (version {self.version})")
+                request.fail(EngineError(f"adapter '{request.adapter}': its logits are not finite; use another"))
+                self._cache.clear(first + offset)
+                ended.append(first + offset)
+                continue
             if request.shaper is not None and request.shaper.is_stuck:
                 request.refuse(f"after {len(request.ids)} tokens no token of this model is allowed; change the schema")
                 ended.append(first + offset)
@@ -468,8 +473,7 @@ class EmbeddedEngine:
             try:
                 request.add(token_id, logprob, self.version, ranked.get(first + offset))
             except Exception as error:  # noqa: BLE001 - a caller's on_token: ends its own request, no other
-                if not request.answer.done():
-                    request.answer.set_exception(error)
+                request.fail(error)
             if request.answer.done():
                 ended.append(first + offset)
             elif reason := self._finished(request, token_id):

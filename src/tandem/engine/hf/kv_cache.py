@@ -61,6 +61,10 @@ class KvCacheLayer(CacheLayerMixin):
             self.keys[target] = self.keys[source]
             self.values[target] = self.values[source]
 
+    def clear(self, row: int) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys[row], self.values[row] = 0.0, 0.0
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._owner.view, 0
 
@@ -92,6 +96,13 @@ class KvCache(Cache):
         self.rows_held, self.length_held = cache_held(rows, length, self._max_positions)
         for layer in self.layers:
             layer.resize(self.rows_held, self.length_held, self.num_rows)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @torch.inference_mode()
+    def clear(self, row: int) -> None:
+        """Forget a row that is not finite: the next one in its place would read it with weight 0, and 0 times infinity
+        is not 0."""
+        for layer in self.layers:
+            layer.clear(row)  # pyright: ignore[reportAttributeAccessIssue]
 
     def move(self, source: list[int], target: list[int]) -> None:
         """Move rows into the gaps that ended rows left."""

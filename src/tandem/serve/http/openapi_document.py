@@ -138,7 +138,8 @@ def _responses(
     is_open: bool,
 ) -> dict[str, Any]:
     json_schema = {"type": "object"} if said.answer is None else refs[said.answer]
-    content = {kind: {"schema": json_schema if kind == JSON else {"type": "string"}} for kind in said.answers}
+    schemas = {JSON: {"schema": json_schema}, EVENTS: {}}  # tools hold a schema of events against each of them
+    content = {kind: schemas.get(kind, {"schema": {"type": "string"}}) for kind in said.answers}
     found: dict[str, Any] = {str(said.status): {"description": "Success.", "content": content}}
     statuses = {403, 421, 500, 503} | (set() if is_open else {401, *of_all})
     if operation.get("parameters"):
