@@ -31,6 +31,7 @@ model = { preset = "tiny" }
 environment = { name = "sort" }
 train = { steps = 1, lr = 1e-3, groups_per_step = 1, group_size = 2 }
 """
+_ALONE_S = 6.0
 
 
 def main() -> None:
@@ -41,9 +42,10 @@ def main() -> None:
     asked.add_argument("--database", default="", help="of PostgreSQL; default: SQLite")
     asked.add_argument("--as", dest="role", default="", help=argparse.SUPPRESS)
     asked.add_argument("--home", type=Path, help=argparse.SUPPRESS)
+    asked.add_argument("--server", type=int, help=argparse.SUPPRESS)
     options = asked.parse_args()
     if options.role:
-        role = {"agents": agents, "callers": callers}[options.role]
+        role = {"agents": agents, "callers": callers, "alone": alone}[options.role]
         print(json.dumps(asyncio.run(role(options.home, options))))
         return
     with tempfile.TemporaryDirectory() as home:
@@ -67,6 +69,7 @@ def measure(home: Path, options: argparse.Namespace) -> None:
         began, before = time.monotonic(), cpu_seconds(server.pid)
         found = [json.loads(role.communicate()[0]) for role in roles]
         share = (cpu_seconds(server.pid) - before) / (time.monotonic() - began)
+        costs = json.loads(subprocess.check_output([*again, "--as", "alone", "--server", str(server.pid)]))
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=20)
@@ -78,6 +81,8 @@ def measure(home: Path, options: argparse.Namespace) -> None:
             f"{name:<28} {len(values):>6}  median {middle * 1000:7.1f} ms  p99 {p99 * 1000:7.1f} ms  "
             f"most {most * 1000:7.1f} ms"
         )
+    for name, milliseconds in costs.items():
+        print(f"{name:<28} {milliseconds:6.2f} ms of the server's CPU")
     print(f"the server used {share:.2f} of a core; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 
@@ -160,13 +165,7 @@ async def agent(wire: Wire, attempt: str, token: str, phase: float, until: float
     while next_at < until:
         await asyncio.sleep(max(0.0, next_at - time.monotonic()))
         next_at, step = next_at + 1.0, step + 1
-        row = json.dumps({"step": step, **{f"metric/{number}": step * number / 7 for number in range(40)}}) + "\n"
-        sign = json.dumps({"process": instance, "ticks": step, "stage": "rl", "step": step, "limit_s": 60.0})
-        pieces = [
-            piece("metrics.jsonl", at["metrics.jsonl"][0] or 1, at["metrics.jsonl"][1], row.encode()),
-            piece("progress.json", at["progress.json"][0] + 1, 0, sign.encode()),
-        ]
-        body = {"instance": instance, "sign": {"ticks": step, "limit_s": 60, "step": step}, "pieces": pieces}
+        body = appended(instance, step, at)
         began = time.perf_counter()
         answer = await wire.ask("POST", f"/api/attempts/{attempt}/append", headers, body)
         took.append(time.perf_counter() - began)
@@ -174,11 +173,60 @@ async def agent(wire: Wire, attempt: str, token: str, phase: float, until: float
             at[file] = (stream["generation"], stream["size"])
 
 
+def appended(instance: str, step: int, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    row = json.dumps({"step": step, **{f"metric/{number}": step * number / 7 for number in range(40)}}) + "\n"
+    sign = json.dumps({"process": instance, "ticks": step, "stage": "rl", "step": step, "limit_s": 60.0})
+    pieces = [
+        piece("metrics.jsonl", at["metrics.jsonl"][0] or 1, at["metrics.jsonl"][1], row.encode()),
+        piece("progress.json", at["progress.json"][0] + 1, 0, sign.encode()),
+    ]
+    return {"instance": instance, "sign": {"ticks": step, "limit_s": 60, "step": step}, "pieces": pieces}
+
+
 def piece(file: str, generation: int, offset: int, data: bytes) -> dict[str, Any]:
     return {
         "file": file, "generation": generation, "offset": offset, "data": base64.b64encode(data).decode(),
         "sha256": hashlib.sha256(data).hexdigest(),
     }  # fmt: skip
+
+
+async def alone(home: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Return the server's CPU milliseconds for one request of each kind, less what it takes when nobody asks."""
+    wire, secret = Wire(home), attempt_secret(home / "data")
+    run = await submit(wire, home, "alone")
+    attempt, token = await opened(home, options, run, secret)
+    headers, instance = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}, uuid.uuid4().hex
+    await wire.ask("POST", f"/api/attempts/{attempt}/claim", headers, {"instance": instance})
+    at = {"metrics.jsonl": (0, 0), "progress.json": (0, 0)}
+
+    async def state(_: int) -> None:
+        await wire.ask("GET", f"/api/runs/{run}", keyed(home))
+
+    async def page(_: int) -> None:
+        await wire.ask("GET", "/api/runs", keyed(home))
+
+    async def grown(number: int) -> None:
+        body = appended(instance, number, at)
+        answer = await wire.ask("POST", f"/api/attempts/{attempt}/append", headers, body)
+        at.update({file: (stream["generation"], stream["size"]) for file, stream in answer["streams"].items()})
+
+    async def cpu_of(ask: Any, a_second: float) -> tuple[float, int]:
+        """Return the CPU seconds of some seconds, less those of as many without requests."""
+        used: list[float] = []
+        for asks in (False, True):
+            before, began, number = cpu_seconds(options.server), time.monotonic(), 0
+            while (now := time.monotonic()) < began + _ALONE_S:
+                await asyncio.sleep(max(0.0, began + number / a_second - now))
+                number += 1
+                if asks:
+                    await ask(number)
+            used.append(cpu_seconds(options.server) - before)
+        return used[1] - used[0], number
+
+    await grown(0)
+    kinds = {"an agent's row, alone": (grown, 60), "status of a run, alone": (state, 60), "list, alone": (page, 10)}
+    found = {name: await cpu_of(*kind) for name, kind in kinds.items()}
+    return {name: seconds / number * 1000 for name, (seconds, number) in found.items()}
 
 
 async def callers(home: Path, options: argparse.Namespace) -> dict[str, list[float]]:

@@ -23,7 +23,7 @@ from tandem.control.mirror import Mirror
 from tandem.control.packages import Shelf
 from tandem.control.sealing import read_master_keys
 from tandem.control.store import Store
-from tandem.control.tables import Attempt, Revision, Run
+from tandem.control.tables import Attempt, Revision
 from tandem.control.tokens import attempt_token
 from tandem.io.provenance import read_signer
 from tandem.recipes.plan_offers import plan_offers
@@ -83,7 +83,7 @@ class Served:
         """Do what the loop does before it starts a job; return the attempt's id and token."""
 
         def change(session: Any) -> str:
-            view = transitions.view_of_run(session.get_one(Run, run), 0.0)
+            view = next(view for view, _ in transitions.live(session) if view.id == run)
             transitions.open_attempt(session, view, view.attempt_n + 1, PREFIX, self.now[0])
             return session.scalars(sa.select(Attempt.id).where(Attempt.run == run, Attempt.state == "open")).one()
 

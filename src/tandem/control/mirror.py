@@ -93,36 +93,40 @@ class Mirror:
             if known.get(file) == generation:
                 return Read(data, generation, size)
 
-    async def small(self, run: str, file: str, limit: int = 2**16) -> bytes:
-        """Return the first bytes of a file; none if it is not there."""
-        if file not in await self._known(run):
-            return b""
-        return (await self.read(run, file, 0, limit)).data
-
     # --- on a thread
+
+    def small(self, run: str, file: str, limit: int = 2**16) -> bytes:
+        """Return the first bytes of a file; none if it is not there."""
+        try:
+            with self._path(run, file).open("rb", buffering=0) as opened:
+                return opened.read(limit)
+        except FileNotFoundError:
+            return b""
 
     def _write(
         self, run: str, known: Mapping[str, int], pieces: Sequence[Piece]
     ) -> tuple[dict[str, Stream], dict[str, int]]:
-        changed = dict[str, int]()
-        room = self._run_bytes - sum(stream.size for stream in self._sizes(run, known).values())
+        changed, found = dict[str, int](), dict[str, Stream]()
+        streams = self._sizes(run, known)
+        room = self._run_bytes - sum(stream.size for stream in streams.values())
         for piece in pieces:
             if hashlib.sha256(piece.data).hexdigest() != piece.sha256:
                 raise SpecError(f"the piece of '{piece.file}' at {piece.offset}: its bytes do not have its sha256")
             if len(piece.data) > room:
                 raise StoreFull(f"the mirror of run '{run}' has {self._run_bytes} bytes, which is the most")
-            path, generation = self._path(run, piece.file), changed.get(piece.file, known.get(piece.file, 0))
-            size = path.stat().st_size if path.exists() else 0
-            if piece.generation == generation and piece.offset == size and generation:
-                _append(path, size, piece.data)
-            elif piece.generation == generation + 1 and piece.offset <= size:
+            path = self._path(run, piece.file)
+            now = found.get(piece.file) or streams.get(piece.file) or Stream(generation=0, size=0)
+            if piece.generation == now.generation and piece.offset == now.size and now.generation:
+                _append(path, now.size, piece.data)
+            elif piece.generation == now.generation + 1 and piece.offset <= now.size:
                 _begin(path, piece.offset, piece.data)
                 changed[piece.file] = piece.generation
             else:
+                found[piece.file] = now
                 continue
             room -= len(piece.data)
-        latest = {**known, **changed}
-        return self._sizes(run, {piece.file: latest.get(piece.file, 0) for piece in pieces}), changed
+            found[piece.file] = Stream(generation=piece.generation, size=piece.offset + len(piece.data))
+        return found, changed
 
     def _sizes(self, run: str, generations: Mapping[str, int]) -> dict[str, Stream]:
         found = dict[str, Stream]()
@@ -178,13 +182,16 @@ def _append(path: Path, size: int, data: bytes) -> None:
 
 def _begin(path: Path, kept: int, data: bytes) -> None:
     """Keep the first bytes of a file and write the data behind them; a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     begin = b""
     if kept:
         with path.open("rb") as file:
             begin = file.read(kept)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(begin + data)
+    try:
+        temporary.write_bytes(begin + data)
+    except FileNotFoundError:  # the first file of its directory
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(begin + data)
     temporary.replace(path)
 
 

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from tandem.control import transitions
 from tandem.control.callers import Caller
-from tandem.control.decide import ENDED
+from tandem.control.decide import ENDED, AttemptView
 from tandem.control.ids import new_id
 from tandem.control.tables import Attempt, Event, Key, Org, Project, Run, Secret, Usage
 from tandem.errors import NotKnown
@@ -29,6 +29,7 @@ from tandem.shapes.runs import (
 )
 
 DEFAULT = "default"
+_RUNS, _ATTEMPTS = (cast("sa.Table", each.__table__) for each in (Run, Attempt))
 
 
 def visible_run(session: Session, caller: Caller, run_id: str) -> Run:
@@ -36,23 +37,58 @@ def visible_run(session: Session, caller: Caller, run_id: str) -> Run:
     asked = sa.select(Run).where(Run.id == run_id, *_seen_by(caller))
     run = session.scalar(asked) if RUN_ID.fullmatch(run_id) else None
     if run is None:
-        raise NotKnown(f"there is no run '{run_id:.40}'", field="run")
+        raise _no_run(run_id)
     return run
+
+
+def _no_run(run_id: str) -> NotKnown:
+    return NotKnown(f"there is no run '{run_id:.40}'", field="run")
 
 
 def _seen_by(caller: Caller) -> list[sa.ColumnElement[bool]]:
     return [Run.org == caller.org, Run.serves.is_(None), *([Run.project == caller.project] if caller.project else [])]
 
 
+def _shown() -> sa.Select[*tuple[Any, ...]]:
+    """What RunInfo has of a run, made once: making a statement costs more than running it."""
+    runs, newest = _RUNS.c, _ATTEMPTS.c
+    project = sa.select(Project.name).where(Project.id == runs.project).correlate(_RUNS).scalar_subquery()
+    under_way = [
+        sa.case((newest.state == "claimed", column), else_=0).label(f"newest_{column.name}")
+        for column in (newest.claimed_at, newest.ended_at, newest.usd_per_hour)
+    ]
+    shown = sa.select(
+        runs.id, runs.name, sa.func.coalesce(project, "").label("project"), runs.group, runs.target, runs.state,
+        runs.want, runs.why, runs.at, runs.ended_at, runs.attempt_n.label("attempt"), runs.max_cost_usd, runs.secrets,
+        sa.func.coalesce(transitions.SPENT_BY_RUN, 0.0).label("cost_usd"), *under_way,
+    )  # fmt: skip
+    its_newest = sa.and_(newest.run == runs.id, newest.n == runs.attempt_n)
+    return shown.select_from(_RUNS).join(_ATTEMPTS, its_newest, isouter=True).where(runs.serves.is_(None))
+
+
+_SHOWN = _shown()
+_FIELDS = [column.name for column in _SHOWN.selected_columns][:-4]
+_ONE = _SHOWN.where(
+    _RUNS.c.id == sa.bindparam("run"),
+    _RUNS.c.org == sa.bindparam("org"),
+    sa.or_(sa.bindparam("only", type_=sa.String()) == "", _RUNS.c.project == sa.bindparam("only")),
+)
+
+
 def run_info(session: Session, caller: Caller, run_id: str, now: int) -> RunInfo:
-    return _infos(session, [visible_run(session, caller, run_id)], now)[0]
+    """Return what a caller may see of a run."""
+    given = {"run": run_id if RUN_ID.fullmatch(run_id) else "", "org": caller.org, "only": caller.project}
+    row = cast("Sequence[Any] | None", session.connection().execute(_ONE, given).one_or_none())
+    if row is None:
+        raise _no_run(run_id)
+    return _info(row, now)
 
 
 def run_page(
     session: Session, caller: Caller, filters: Mapping[str, str], before: str, limit: int, now: int
 ) -> list[RunInfo]:
     """Return runs, the newest first. `filters`: state, project, group, where they are not empty."""
-    asked = sa.select(Run).where(*_seen_by(caller))
+    asked = _SHOWN.where(*_seen_by(caller))
     if state := filters.get("state"):
         asked = asked.where(Run.state == state)
     if group := filters.get("group"):
@@ -63,32 +99,15 @@ def run_page(
     if before:
         mark = visible_run(session, caller, before)
         asked = asked.where(sa.tuple_(Run.at, Run.id) < sa.tuple_(sa.literal(mark.at), sa.literal(mark.id)))
-    found = session.scalars(asked.order_by(Run.at.desc(), Run.id.desc()).limit(limit))
-    return _infos(session, list(found), now)
+    found = session.connection().execute(asked.order_by(Run.at.desc(), Run.id.desc()).limit(limit)).all()
+    return [_info(row, now) for row in cast("Sequence[Sequence[Any]]", found)]
 
 
-def _infos(session: Session, runs: Sequence[Run], now: int) -> list[RunInfo]:
-    ids = [run.id for run in runs]
-    spent = transitions.spent_by_run(session, ids)
-    named = sa.select(Project.id, Project.name).where(Project.id.in_({run.project for run in runs}))
-    projects: dict[str, str] = dict(session.execute(named).all())
-    newest = sa.select(Attempt).join(Run, sa.and_(Run.id == Attempt.run, Run.attempt_n == Attempt.n))
-    attempts = {each.run: each for each in session.scalars(newest.where(Attempt.run.in_(ids)))} if ids else {}
-    found = list[RunInfo]()
-    for run in runs:
-        attempt = attempts.get(run.id)
-        under_way = 0.0
-        if attempt is not None and attempt.state == "claimed":
-            under_way = transitions.view_of_attempt(attempt).cost_usd(attempt.ended_at or now)
-        found.append(
-            RunInfo(
-                id=run.id, name=run.name, project=projects.get(run.project, ""), group=run.group, target=run.target,
-                state=cast("Any", run.state), want=cast("Any", run.want), why=run.why, at=run.at,
-                ended_at=run.ended_at, attempt=run.attempt_n, max_cost_usd=run.max_cost_usd,
-                cost_usd=spent.get(run.id, 0.0) + under_way, secrets=tuple(run.secrets),
-            )
-        )  # fmt: skip
-    return found
+def _info(row: Sequence[Any], now: int) -> RunInfo:
+    cost_usd, claimed_at, ended_at, usd_per_hour = row[-4:]
+    attempt = AttemptView("", 0, "", "claimed", claimed_at=claimed_at or 0, usd_per_hour=usd_per_hour or 0.0)
+    shown = dict(zip(_FIELDS, row, strict=False))
+    return RunInfo(**shown, cost_usd=cost_usd + attempt.cost_usd(ended_at or now))
 
 
 def with_progress(info: RunInfo, status: bytes, progress: bytes) -> RunInfo:

@@ -12,7 +12,6 @@ process that lost its connection can write nothing until it holds the lock again
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import os
 import queue
@@ -48,8 +47,9 @@ class _Write:
     change: Callable[[Any], Any]
     plain: bool = False
     """It takes the connection, not a session."""
-    future: concurrent.futures.Future[Any] = field(default_factory=lambda: concurrent.futures.Future[Any]())
+    waiter: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     result: Any = None
+    error: Exception | None = None
 
 
 class Store:
@@ -107,7 +107,7 @@ class Store:
 
     async def _written(self, write: _Write) -> Any:
         self._writes.put(write)
-        return await asyncio.wrap_future(write.future)
+        return await write.waiter
 
     def _ask(self, query: Callable[[Session], T]) -> T:
         try:
@@ -123,7 +123,6 @@ class Store:
             self._commit(batch)
 
     def _commit(self, batch: Sequence[_Write]) -> None:
-        batch = [each for each in batch if each.future.set_running_or_notify_cancel()]
         try:
             if self._broken is not None:
                 raise self._broken
@@ -133,20 +132,17 @@ class Store:
                 with self._connection.begin():
                     for each in batch:
                         self._apply(self._connection, each)
-                done = batch
             except exc.OperationalError:
                 raise  # the database's own failure
             except Exception:  # noqa: BLE001 - of one of the changes; which, the savepoints show
                 with self._connection.begin():
-                    done = [each for each in batch if self._apply_alone(self._connection, each)]
+                    for each in batch:
+                        self._apply_alone(self._connection, each)
         except (StoreError, exc.DBAPIError, OSError) as error:
             refusal = self._undone(error)
             for each in batch:
-                if not each.future.done():
-                    each.future.set_exception(refusal)
-            return
-        for each in done:
-            each.future.set_result(each.result)
+                each.error = each.error or refusal
+        _tell(batch)
 
     def _apply(self, connection: sa.Connection, write: _Write) -> None:
         if write.plain:
@@ -156,22 +152,20 @@ class Store:
             write.result = write.change(session)
             session.commit()  # flushes; the transaction is the batch's
 
-    def _apply_alone(self, connection: sa.Connection, write: _Write) -> bool:
-        """Make a change. Return False if it raised: then it was undone, and its caller gets the error."""
+    def _apply_alone(self, connection: sa.Connection, write: _Write) -> None:
+        """Make a change. If it raises, it is undone, and its caller gets the error."""
         try:
             if write.plain:
                 with connection.begin_nested():
                     write.result = write.change(connection)
-                return True
+                return
             with Session(connection, join_transaction_mode="create_savepoint", expire_on_commit=False) as session:
                 write.result = write.change(session)
                 session.commit()  # releases the savepoint
         except exc.OperationalError:
             raise  # the database's own failure, which ends the whole transaction
         except Exception as error:  # noqa: BLE001 - the caller's own failure, which is handed back to it
-            write.future.set_exception(error)
-            return False
-        return True
+            write.error = error
 
     def _undone(self, error: Exception) -> StoreError:
         """Return the error for the callers of a transaction that was undone."""
@@ -204,6 +198,23 @@ class Store:
                 connection.close()
 
 
+def _tell(batch: Sequence[_Write]) -> None:
+    """Answer the callers, with one call into each event loop."""
+    for loop in {each.waiter.get_loop() for each in batch}:
+        with suppress(RuntimeError):  # the loop was closed, and its callers are gone
+            loop.call_soon_threadsafe(_answer, [each for each in batch if each.waiter.get_loop() is loop])
+
+
+def _answer(batch: Sequence[_Write]) -> None:
+    for each in batch:
+        if each.waiter.done():
+            continue  # its caller was cancelled
+        if each.error is not None:
+            each.waiter.set_exception(each.error)
+        else:
+            each.waiter.set_result(each.result)
+
+
 def _engine(url: str) -> sa.Engine:
     if not url.startswith("sqlite"):
         return sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)  # errors are logged, and told to callers
@@ -218,7 +229,12 @@ def _engine(url: str) -> sa.Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: sa.Connection) -> None:  # pyright: ignore[reportUnusedFunction]
-        connection.exec_driver_sql("BEGIN")
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        try:
+            driver.execute("BEGIN")  # through SQLAlchemy it takes as long as a statement
+        except sqlite3.Error as error:
+            raise exc.OperationalError("BEGIN", None, error) from error
 
     return engine
 

@@ -7,7 +7,7 @@ UPDATE names what its writer has read; where it changes no row, another writer w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast
 
 import sqlalchemy as sa
@@ -208,17 +208,35 @@ def end(session: Session, attempt_id: str, instance: str, ending: Ending, now: i
 # --- the loop
 
 
+SPENT_BY_RUN = sa.select(sa.func.sum(_USAGE.c.usd)).where(_USAGE.c.run == _RUNS.c.id).correlate(_RUNS).scalar_subquery()
+_OF_RUN, _OF_ATTEMPT = ([each.name for each in fields(view)] for view in (RunView, AttemptView))
+
+
+def _live() -> sa.Executable:
+    """The statement of `live`, made once."""
+    made = {"spent_usd": sa.func.coalesce(SPENT_BY_RUN, 0.0), "serves": _RUNS.c.serves.is_not(None)}
+    columns: list[Any] = [made[name] if name in made else _RUNS.c[name] for name in _OF_RUN]
+    columns += [_ATTEMPTS.c[name] for name in _OF_ATTEMPT]
+    newest = sa.and_(_ATTEMPTS.c.run == _RUNS.c.id, _ATTEMPTS.c.n == _RUNS.c.attempt_n)
+    both = sa.select(*columns).select_from(_RUNS).join(_ATTEMPTS, newest, isouter=True)
+    return both.where(_RUNS.c.state.not_in(ENDED)).order_by(_RUNS.c.at)
+
+
+_LIVE = _live()
+
+
 def live(session: Session) -> list[tuple[RunView, AttemptView | None]]:
     """Return the runs that have not ended, each with its newest attempt."""
-    newest = sa.and_(Attempt.run == Run.id, Attempt.n == Run.attempt_n)
-    found = session.execute(
-        sa.select(Run, Attempt).join(Attempt, newest, isouter=True).where(Run.state.not_in(ENDED)).order_by(Run.at)
-    ).all()
-    spent = spent_by_run(session, [run.id for run, _ in found])
-    return [
-        (view_of_run(run, spent.get(run.id, 0.0)), None if attempt is None else view_of_attempt(attempt))
-        for run, attempt in cast("list[tuple[Run, Attempt | None]]", found)
-    ]
+    rows = cast("Sequence[Sequence[Any]]", session.connection().execute(_LIVE).all())
+    return [(RunView(*row[: len(_OF_RUN)]), _attempt_view(row[len(_OF_RUN) :])) for row in rows]
+
+
+def _attempt_view(row: Sequence[Any]) -> AttemptView | None:
+    known = dict(zip(_OF_ATTEMPT, row, strict=True))
+    if known["id"] is None:  # the run has no attempt yet
+        return None
+    where, end = known.pop("handle"), known.pop("end")
+    return AttemptView(handle=where and Handle(**where), end=end and _ending(end), **known)
 
 
 def open_names(session: Session, names: Sequence[str]) -> set[str]:
@@ -287,22 +305,6 @@ def close(
 
 
 # --- rows
-
-
-def view_of_run(row: Run, spent_usd: float) -> RunView:
-    return RunView(
-        row.id, cast("RunState", row.state), cast("Want", row.want), row.rev, row.attempt_n, row.retries,
-        row.retries_left, row.wait_until, row.wanted_at, row.max_cost_usd, spent_usd, row.spec_toml, row.usd_per_hour,
-        row.serves is not None,
-    )  # fmt: skip
-
-
-def view_of_attempt(row: Attempt) -> AttemptView:
-    return AttemptView(
-        row.id, row.n, row.name, cast("Any", row.state), row.target, row.at,
-        None if row.handle is None else Handle(**row.handle), row.claimed_at, row.lease_until, row.moved_at,
-        row.limit_ms, row.usd_per_hour, None if row.end is None else _ending(row.end),
-    )  # fmt: skip
 
 
 def _ending(told: dict[str, Any]) -> Ending:

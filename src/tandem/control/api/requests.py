@@ -71,10 +71,10 @@ class Plane:
     replicas: Replicas = field(default_factory=Replicas)
     """Where the replicas of deployments answer."""
 
-    async def with_progress(self, info: RunInfo) -> RunInfo:
-        """Return the run with what its mirrored files say of its progress."""
-        status = await self.mirror.small(info.id, "status.json")
-        return queries.with_progress(info, status, await self.mirror.small(info.id, "progress.json"))
+    def with_progress(self, info: RunInfo) -> RunInfo:
+        """Return the run with what its mirrored files say of its progress. Call it on a thread."""
+        status, progress = (self.mirror.small(info.id, file) for file in ("status.json", "progress.json"))
+        return queries.with_progress(info, status, progress)
 
 
 def authenticate(callers: Callers, rate: RateLimit, authorization: str, scope: Scope) -> None:

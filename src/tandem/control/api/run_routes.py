@@ -111,18 +111,20 @@ class RunRoutes:
         caller, limit = caller_of(request, "runs:read"), whole(request, "limit", 50, _PAGE)
         filters = {name: text(request, name) for name in ("state", "project", "group")}
         before, now = text(request, "before"), self.plane.clock()
-        found = await self.plane.store.read(
-            lambda session: queries.run_page(session, caller, filters, before, limit, now)
-        )
-        items = [await self.plane.with_progress(each) for each in found]
+
+        def read(session: Session) -> list[RunInfo]:
+            found = queries.run_page(session, caller, filters, before, limit, now)
+            return [self.plane.with_progress(each) for each in found]
+
+        items = await self.plane.store.read(read)
         return answer(RunPage(items=items, next=items[-1].id if len(items) == limit else ""))
 
     @speaks(answer=RunInfo, scope="runs:read")
     async def run(self, request: Request) -> Response:
         """Return one run."""
         caller, id, now = caller_of(request, "runs:read"), request.path_params["id"], self.plane.clock()
-        info = await self.plane.store.read(lambda session: queries.run_info(session, caller, id, now))
-        return answer(await self.plane.with_progress(info))
+        shown = self.plane.with_progress
+        return answer(await self.plane.store.read(lambda session: shown(queries.run_info(session, caller, id, now))))
 
     @speaks(CancelBody, optional=True, key="required", status=202, answer=RunInfo, scope="runs:write")
     async def cancel(self, id: str, request: Request) -> Response:
@@ -132,7 +134,6 @@ class RunRoutes:
         def change(session: Session, body: CancelBody, now: int) -> RunInfo:
             queries.visible_run(session, caller, id)
             transitions.ask_to_end(session, caller.org, id, "stop" if body.save else "cancel", now)
-            session.expire_all()
             return queries.run_info(session, caller, id, now)
 
         return JSONResponse(await written_once(self.plane, request, CancelBody, change), 202)
@@ -145,7 +146,6 @@ class RunRoutes:
         def change(session: Session, _: ResumeBody, now: int) -> RunInfo:
             queries.visible_run(session, caller, id)
             transitions.resume(session, caller.org, id, now)
-            session.expire_all()
             return queries.run_info(session, caller, id, now)
 
         return JSONResponse(await written_once(self.plane, request, ResumeBody, change), 202)
