@@ -6,8 +6,8 @@ answers of 512 tokens a step, all weights in bf16. What its trainer logs of each
 `--stale` is what `max_lag` is here. Beside `steps.py broadcast:0 broadcast:1 broadcast:2 --gpu 1`.
 
 TRL fetches its attention kernel (flash attention 3) from the hub. Where there is none, torch's own flash attention
-takes its place, which for answers of 512 tokens is a few hundredths of a step. As for trl_step.py, TRL's own packages must
-come before vLLM's on the path.
+takes its place, which for answers of 512 tokens is a few hundredths of a step. As for trl_step.py, TRL's own packages
+must come before vLLM's on the path.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def main() -> None:
         output_dir=tempfile.mkdtemp(), max_steps=asked.steps, num_generations=8, max_completion_length=asked.tokens,
         per_device_train_batch_size=micro, gradient_accumulation_steps=8 * asked.groups // micro, token_budget=0,
         gradient_checkpointing=not asked.tuned, learning_rate=1e-6, dtype="bfloat16", max_staleness=asked.stale,
-        vllm_server_base_url=f"http://127.0.0.1:{port}", vllm_server_timeout=300.0, report_to="none", save_strategy="no",
+        vllm_server_base_url=f"http://127.0.0.1:{port}", vllm_server_timeout=300.0, report_to="none",
+        save_strategy="no",
     )  # fmt: skip
     count = asked.groups * (asked.steps + asked.stale + 2)
     prompts = [{"prompt": [{"role": "user", "content": f"Say number {number} in words."}]} for number in range(count)]
