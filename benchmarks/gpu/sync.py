@@ -3,8 +3,9 @@
 For each mode: a random checkpoint of the shape, a trainer on the first GPU, vLLM with CUDA graphs behind `tandem engine
 serve`, and VERSIONS versions whose weights differ. Each must be proven (digests or identity, cache epoch, canary), and
 a batch sampled afterwards must agree with the trainer about its logprobs; a batch of the version before, scored with
-this one, shows what a stale engine would look like. Details, and logs of what failed, go to $OUT. `--backend` forces
-the way that `broadcast` and `adapter_broadcast` take, which `auto` chooses; under `ipc` all is on one GPU.
+this one, shows what a stale engine would look like. Details, and the logs of engines and ranks, go to $OUT, also when
+SIGTERM ends it. `--backend` forces the way that `broadcast` and `adapter_broadcast` take, which `auto` chooses; under
+`ipc` all is on one GPU.
 
 `shared:2` is a trainer of two ranks on the GPUs of vLLM's two workers, which really trains: each version is a step on
 the batch that was sampled before. Also reported: how long requests waited (the flip), what all GPUs had less while a
@@ -19,7 +20,9 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import statistics
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +41,17 @@ from tandem.types import Proof, Sampling, Trajectory
 VERSIONS, PROMPTS, TOKENS = 4, 16, 48
 OF_RANKS = 9
 """Versions of a trainer of several ranks."""
+OUT = Path(os.environ.get("OUT", "."))
+BEGAN = time.perf_counter()
+
+
+def note(text: str) -> None:
+    print(f"  {time.perf_counter() - BEGAN:6.1f} s  {text}", flush=True)
+
+
+def keep_logs(home: Path, name: str) -> None:
+    for log in (*home.rglob("*.txt"), *home.rglob("*.log")):
+        shutil.copyfile(log, OUT / f"{name}-{log.relative_to(home).as_posix()}".replace(":", "-").replace("/", "-"))
 
 
 def spec_of(
@@ -128,11 +142,18 @@ async def check(
 
 async def of_crew(spec: Any, mode: str, tensor_parallel: int, home: Path, crew: Any) -> dict[str, Any]:
     """`crew`: where several ranks train."""
+    note("the trainer loads its model")
     model = training.run_model(spec, crew)
+    note(f"it has it, on {spec.parallel.ranks} ranks; vLLM starts")
     joined = run_engines.join(spec, model, home, crew=crew)
     proofs: list[Proof] = []
     meetings: list[Any] = []
-    publisher = run_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, meetings.append)
+
+    def met(meeting: Any) -> None:
+        note("vLLM has started and is attached" if not meetings else "attached")
+        meetings.append(meeting)
+
+    publisher = run_engines.publisher(joined, model, 120.0, asyncio.to_thread, proofs.append, met)
     algorithm = training.algorithm(spec.algorithm, 8)
     trainer = training.trainer(spec.train, model, algorithm, 0, 0)
     make = training.batches(spec.train, model, algorithm)
@@ -144,6 +165,7 @@ async def of_crew(spec: Any, mode: str, tensor_parallel: int, home: Path, crew: 
     try:
         allocated = [torch.cuda.memory_allocated()]
         await publisher.publish(trainer)
+        note("the first version is proven")
         ready = time.perf_counter() - started
         allocated.append(torch.cuda.memory_allocated())
         for version in range(VERSIONS if crew is None else OF_RANKS):
@@ -189,15 +211,21 @@ def main() -> None:
     parser.add_argument("--digest", action="store_true", help="both ends of `shared` also read the weights back")
     parser.add_argument("--python", default=standalone_engines.default_python())
     arguments = parser.parse_args()
-    out = Path(os.environ.get("OUT", "."))
     checkpoint = Path("/tmp") / arguments.shape
     if not checkpoint.exists():
+        note(f"a random checkpoint is written to {checkpoint}")
         random_checkpoint(arguments.shape, checkpoint)
     rows = []
     for each in arguments.modes:
         mode, _, parallel = each.partition(":")
         home = Path("/tmp/sync") / f"{arguments.shape}-{each}".replace(":", "-")
         shutil.rmtree(home, ignore_errors=True)
+
+        def ended(*_: object, home: Path = home, name: str = f"{arguments.shape}-{each}") -> None:
+            keep_logs(home, name)
+            sys.exit("ended by SIGTERM")
+
+        signal.signal(signal.SIGTERM, ended)
         torch.cuda.reset_peak_memory_stats()
         try:
             backend, python = arguments.backend, arguments.python
@@ -215,10 +243,10 @@ def main() -> None:
         except (TandemError, AssertionError) as error:
             row = {"mode": each, "error": f"{type(error).__name__}: {error}"}
             print(f"{arguments.shape:11} {each:18} FAILED {row['error'][:1500]}", flush=True)
-            for log in sorted(home.rglob("*.txt")) + sorted(home.rglob("vllm.log")):
-                shutil.copyfile(log, out / f"{arguments.shape}-{each}-{log.name}".replace(":", "-"))
+        finally:
+            keep_logs(home, f"{arguments.shape}-{each}")
         rows.append(row)
-    (out / f"sync-{arguments.shape}.json").write_text(json.dumps(rows, indent=1))
+    (OUT / f"sync-{arguments.shape}.json").write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def in_engine(crew: Crew, home: Path) -> dict[str, Any]:
     ids = list(range(2, 40))
     then, scores = served(workers, shapes), trainer.score(ids, 20)
     step()
-    moved = served(workers, shapes) != then
+    moved = served(workers, shapes) != then and trainer.score(ids, 20) != scores
     trainer.load(home / "in-engine")
     found["in the engine: loaded"] = moved and served(workers, shapes) == then and trainer.score(ids, 20) == scores
     found["in the engine: published after that"] = publish(workers)

@@ -23,10 +23,11 @@ from tandem.recipes.random_checkpoints import SHAPES
 from tandem.runs.planner import plan as plans
 from tandem.runs.planner import step_time
 from tandem.runs.planner.calibration import machine
+from tandem.runs.planner.memory import phases
 from tandem.runs.planner.model_shape import read_shape, trained_tensors
 from tandem.runs.planner.plan import Plan, plan_run
 from tandem.runs.planner.plan_text import plan_text
-from tandem.runs.planner.rank_share import sums_kept
+from tandem.runs.planner.rank_share import Rank, sums_kept
 from tandem.runs.planner.workload import work_of
 from tandem.spec.load import parse_spec, to_toml
 from tandem.spec.model import PresetModel
@@ -330,3 +331,27 @@ def test_a_bridge_without_figures_is_not_calibrated(monkeypatch):
     assert "without sync over 'disk': not calibrated on 'h200'" in plan_text(plan)
     shape = read_shape(spec.model)
     assert step_time.times(spec, shape, work_of(spec, shape, 0.7), target).not_calibrated == ("sync over 'disk'",)
+
+
+def in_engine(home: Path, ranks: int) -> Any:
+    return parse_spec(
+        {
+            "recipe": "rl", "model": {"path": checkpoint(home, "qwen3-8b")}, "environment": {"name": "guess"},
+            "precision": {"weights": "bfloat16"}, "sync": {"bridge": "shared"}, "parallel": {"ranks": ranks},
+            "engine": {"kind": "vllm", "tensor_parallel": ranks, "memory_share": 0.3},
+            "train": {"steps": 1, "lr": 1e-6, "groups_per_step": 4, "group_size": 8, "max_tokens": 64},
+        }
+    )  # fmt: skip
+
+
+def test_ranks_in_the_memory_of_workers_have_one_beside_each_of_them(tmp_path):
+    spec = in_engine(tmp_path, 2)
+    plan = plan_run(spec, gpu="h200")
+    assert "engaged: each of 2 ranks trains in the memory of vLLM's worker on its GPU" in plan_text(plan)
+    shape, h200 = read_shape(spec.model), machine("h200")
+    of_ranks = [phases(spec, shape, plan.work, h200, Rank.of(spec, number)) for number in range(2)]
+    engine = [next(phase.parts["engine"] for phase in each if phase.name == "train") for each in of_ranks]
+    assert engine[0] == engine[1] > 0.3 * h200.memory_gib
+    assert [phase.parts["weights"] for phase in of_ranks[1] if phase.name == "train"] == [0.0]
+    _, why = plans._bridge(in_engine(tmp_path, 3), shape)
+    assert why.startswith("requested, not engaged: the model has 8 heads of keys and values, which cannot be dealt")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class WorkerMemory:
 
 
 class SharedBridge:
-    mode: Literal["shared"] = "shared"
+    mode = "shared"
     carries: WeightKind = "live"
 
     def __init__(self, deadline_s: float = 60.0, *, digest: bool = False, ranks: int = 1) -> None:
