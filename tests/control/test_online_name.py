@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fake_replica import replica
 from plane import Served, served
@@ -19,6 +20,7 @@ from tandem.errors import SpecError
 sys.path.insert(0, str(Path(__file__).parents[1] / "http"))
 
 from online_served import SPEC, fact, online_server
+from online_served import OnlineServer as OnlineProcess
 
 HELPER = {"name": "helper", "online": "learner"}
 CHAT: dict[str, Any] = {
@@ -94,27 +96,36 @@ def test_an_online_server_is_reached_by_https_or_on_this_machine(tmp_path: Path,
 def test_it_answers_by_its_name_with_its_version_takes_feedback_and_outlives_the_name(tmp_path: Path):
     online = dict[str, OnlineServer]()
     plane = served(tmp_path, online=online)
-    with online_server(tmp_path / "online", SPEC) as server:
-        url, model = str(server.http.base_url), server.get("/v1/models")["data"][0]["id"]
+
+    async def chat(**more: Any) -> httpx.Response:
+        return await plane.ask_async("POST", "/v1/chat/completions", body={**CHAT, **more})
+
+    async def thumb(id: str) -> httpx.Response:
+        return await plane.ask_async("POST", "/v1/feedback", body={"id": id, "value": True})
+
+    async def play(server: OnlineProcess) -> None:
         token = str(server.http.headers["Authorization"]).removeprefix("Bearer ")
-        online["learner"] = OnlineServer(url.rstrip("/"), token, model)
-        plane.made("/api/deployments", HELPER)
-        assert [each["id"] for each in plane.ask("GET", "/v1/models").json()["data"]] == ["helper"]
-        before = plane.ask("POST", "/v1/chat/completions", body=CHAT)
-        assert before.headers["x-tandem-version"] == str(before.json()["weight_version"])
-        assert before.headers["x-tandem-revision"] == "helper"
-        straight = server.ask("hello", 8)
+        model = server.get("/v1/models")["data"][0]["id"]
+        online["learner"] = OnlineServer(str(server.http.base_url).rstrip("/"), token, model)
+        await plane.ask_async("POST", "/api/deployments", body=HELPER)
+        listed = (await plane.ask_async("GET", "/v1/models")).json()["data"]
+        assert [each["id"] for each in listed] == ["helper"]
+        before, straight = await chat(), server.ask("hello", 8)
         assert before.json()["choices"][0]["message"] == straight["choices"][0]["message"]
-        streamed = plane.ask("POST", "/v1/chat/completions", body={**CHAT, "stream": True})
-        assert streamed.headers["x-tandem-version"] == before.headers["x-tandem-version"]
+        version = before.json()["weight_version"]
+        streamed = await chat(stream=True)
+        for told in (before, streamed):
+            assert (told.headers["x-tandem-revision"], told.headers["x-tandem-version"]) == ("helper", str(version))
         assert streamed.text.endswith("data: [DONE]\n\n")
-        rated = plane.ask("POST", "/v1/feedback", body={"id": before.json()["id"], "value": True})
-        assert (rated.status_code, rated.json()["weight_version"]) == (200, before.json()["weight_version"])
-        assert plane.ask("POST", "/v1/feedback", body={"id": "chatcmpl-unknown", "value": True}).status_code == 404
-        assert server.wait(server.teach([fact(1)]))["state"] == "done"
-        after = plane.ask("POST", "/v1/chat/completions", body=CHAT)
-        assert int(after.headers["x-tandem-version"]) > int(before.headers["x-tandem-version"])
-        assert plane.ask("POST", "/api/deployments/helper/undeploy", body={}).status_code == 200
-        assert plane.ask("POST", "/v1/chat/completions", body=CHAT).status_code == 404
+        rated = await thumb(before.json()["id"])
+        assert (rated.status_code, rated.json()["weight_version"]) == (200, version)
+        assert (await thumb("chatcmpl-unknown")).status_code == 404
+        assert server.wait(server.teach([fact(1)]))["state"] == "published"
+        assert int((await chat()).headers["x-tandem-version"]) > version
+        assert (await plane.ask_async("POST", "/api/deployments/helper/undeploy", body={})).status_code == 200
+        assert (await chat()).status_code == 404
         assert server.ask("hello", 8)["choices"]
+
+    with online_server(tmp_path / "online", SPEC) as process:
+        asyncio.run(play(process))
     plane.plane.store.close()
