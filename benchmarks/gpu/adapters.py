@@ -34,8 +34,9 @@ import torch
 from safetensors.torch import save_file
 from standing import ask_for_checkpoint, checkpoint_of
 
-from common import note, table
+from common import note
 from tandem.build import standalone_engines
+from tandem.io.file_system import memory_backed
 from tandem.recipes.adapter_table import AdapterTable
 from tandem.recipes.serve import load_model
 from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
@@ -45,8 +46,8 @@ LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
-def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int, device: str) -> None:
-    """Write an adapter as PEFT does, in float32, and drop its files from the page cache."""
+def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int, device: str, *, is_cold: bool) -> None:
+    """Write an adapter as PEFT does, in float32. `is_cold`: flush its files, and drop them from the page cache."""
     config = json.loads((checkpoint / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -68,7 +69,7 @@ def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int, device: st
     told = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules}
     (path / "adapter_config.json").write_text(json.dumps(told))
     save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
-    for file in path.iterdir():
+    for file in path.iterdir() if is_cold else ():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -107,11 +108,24 @@ class Measured:
         return first[0] - began
 
 
-async def decode(measured: Measured, streams: int, rounds: int) -> list[dict[str, Any]]:
+class Figures:
+    """What is known so far: each line is printed, and the file written, at once."""
+
+    def __init__(self, engine: str) -> None:
+        self.file = Path(os.environ.get("OUT", ".")) / f"adapters-{engine}.json"
+        self.began, self.found = time.perf_counter(), list[dict[str, Any]]()
+
+    def add(self, what: str, **figures: Any) -> None:
+        self.found.append({"what": what, "at_s": round(time.perf_counter() - self.began, 1), **figures})
+        self.file.write_text(json.dumps(self.found, indent=1))
+        told = ", ".join(f"{name} {each:,.3f}" for name, each in figures.items())
+        print(f"{self.found[-1]['at_s']:6.1f} s  {what}: {told}", flush=True)
+
+
+async def decode(measured: Measured, figures: Figures, streams: int, rounds: int) -> None:
     names, drawn = sorted(measured.adapters.models), random.Random(0)
     kinds = {
-        "base alone": [""] * streams, "one adapter": names[:1] * streams,
-        "in turn": [names[row % len(names)] for row in range(streams)],
+        "base alone": [""] * streams, "in turn": [names[row % len(names)] for row in range(streams)],
         "by chance": [drawn.choice(names) for _ in range(streams)],
     }  # fmt: skip
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -119,47 +133,41 @@ async def decode(measured: Measured, streams: int, rounds: int) -> list[dict[str
         found = await measured.step_s(rows)
         if number:  # the first round warms up
             seconds[kind].append(found)
+        name = f"{streams} streams, {kind}, {f'round {number}' if number else 'warming up'}"
+        figures.add(name, step_ms=1000 * found, tokens_per_s=streams / found)
     base = statistics.median(seconds["base alone"])
-    return [
-        {
-            "streams": streams, "adapters": kind, "step_ms": 1000 * statistics.median(found),
-            "tokens_per_s": streams / statistics.median(found), "of_base": base / statistics.median(found),
-        }
-        for kind, found in seconds.items()
-    ]  # fmt: skip
+    for kind, each in seconds.items():
+        figures.add(f"{streams} streams, {kind}", of_base=base / statistics.median(each))
 
 
-async def first_tokens(measured: Measured, cold: list[Path]) -> dict[str, list[float]]:
-    """Return milliseconds: the files of each adapter read and loaded, the first token after it, and a warm one's."""
-    found: dict[str, list[float]] = {"loaded": [], "cold": [], "warm": []}
+async def first_tokens(measured: Measured, figures: Figures, cold: list[Path]) -> None:
+    """Tell milliseconds: an adapter's files read and loaded; the first token, that included; a warm one's."""
     for number, path in enumerate(cold):
         began = time.perf_counter()
         await measured.adapters.put(path.name, str(path))
         loaded = time.perf_counter() - began
         first = await measured.first_token_s(path.name)
-        if number:  # the first one warms up
-            found["loaded"].append(1000 * loaded)
-            found["cold"].append(1000 * (loaded + first))
-            found["warm"].append(1000 * await measured.first_token_s(path.name))
+        warm = await measured.first_token_s(path.name)
+        name = f"first token, {f'adapter {number}' if number else 'warming up'}"
+        figures.add(name, loaded_ms=1000 * loaded, cold_ms=1000 * (loaded + first), warm_ms=1000 * warm)
         await measured.engine.drop_adapter(path.name)
-    return found
 
 
-async def measure(engine: Any, num_ids: int, options: argparse.Namespace, home: Path) -> dict[str, Any]:
-    paths = [home / f"adapter{number}" for number in range(options.adapters + options.cold + 1)]
-    for number, path in enumerate(paths):
-        write_adapter(path, options.checkpoint, options.rank, number, options.device)
-    served, cold = paths[: options.adapters], paths[options.adapters :]
-    adapters, began = AdapterTable([], [f"{path.name}={path}" for path in served], None), time.perf_counter()
-    await adapters.begin(engine)
-    found: dict[str, Any] = {"load_all_s": time.perf_counter() - began}
+async def measure(engine: Any, num_ids: int, options: argparse.Namespace, home: Path, figures: Figures) -> None:
+    with tempfile.TemporaryDirectory(dir=memory_backed()) as quick:
+        served = [Path(quick) / f"adapter{number}" for number in range(options.adapters)]
+        cold = [home / f"cold{number}" for number in range(options.cold + 1)]
+        for number, path in enumerate([*served, *cold]):
+            write_adapter(path, options.checkpoint, options.rank, number, options.device, is_cold=path in cold)
+        figures.add("adapters written", number=len(served) + len(cold))
+        adapters = AdapterTable([], [f"{path.name}={path}" for path in served], None)
+        await adapters.begin(engine)
+    figures.add("adapters loaded", number=len(served))
     measured = Measured(engine, adapters, num_ids, options)
-    rows = list[dict[str, Any]]()
     for streams in options.streams:
-        rows += await decode(measured, streams, options.rounds)
-    found |= {"decode": rows, "first_token_ms": await first_tokens(measured, cold)}
+        await decode(measured, figures, streams, options.rounds)
+    await first_tokens(measured, figures, cold)
     await engine.close()
-    return found
 
 
 def load_hf(options: argparse.Namespace, _: Path) -> tuple[Any, int]:
@@ -188,41 +196,22 @@ def main() -> None:
     asked.add_argument("--adapters", type=int, default=32)
     asked.add_argument("--rank", type=int, default=16)
     asked.add_argument("--streams", type=int, nargs="+", default=[64, 256])
-    asked.add_argument("--prompt", type=int, default=64)
-    asked.add_argument("--tokens", type=int, default=48)
-    asked.add_argument("--rounds", type=int, default=3)
-    asked.add_argument("--cold", type=int, default=5)
-    asked.add_argument("--kv-gib", type=float, default=24.0, help="of hf")
+    asked.add_argument("--prompt", type=int, default=16)
+    asked.add_argument("--tokens", type=int, default=32)
+    asked.add_argument("--rounds", type=int, default=2)
+    asked.add_argument("--cold", type=int, default=4)
+    asked.add_argument("--kv-gib", type=float, default=12.0, help="of hf")
     asked.add_argument("--share", type=float, default=0.6, help="of the GPU's memory, for vLLM")
     asked.add_argument("--python", default=standalone_engines.default_python(), help="vLLM's interpreter")
     options = asked.parse_args()
-    began = time.perf_counter()
+    note(f"{options.engine}: {options.adapters} adapters of rank {options.rank} on every linear layer")
+    figures = Figures(options.engine)
     options.checkpoint = checkpoint_of(options)
-    note(
-        f"{options.engine}: {options.adapters} adapters of rank {options.rank} on every linear layer of "
-        f"{options.checkpoint.name}"
-    )
+    figures.add(f"checkpoint {options.checkpoint.name} is there")
     with tempfile.TemporaryDirectory() as home:
         engine, num_ids = (load_hf if options.engine == "hf" else start_vllm)(options, Path(home))
-        started = time.perf_counter() - began
-        found = asyncio.run(measure(engine, num_ids, options, Path(home)))
-    found |= {"engine": options.engine, "started_s": started, "seconds": time.perf_counter() - began}
-    (Path(os.environ.get("OUT", ".")) / f"adapters-{options.engine}.json").write_text(json.dumps(found, indent=1))
-    table(
-        ["streams", "adapters of the rows", "ms a step", "tokens/s", "of the base's"],
-        [
-            [str(row["streams"]), row["adapters"], f"{row['step_ms']:.2f}", f"{row['tokens_per_s']:,.0f}",
-             f"{row['of_base']:.3f}"]
-            for row in found["decode"]
-        ],
-    )  # fmt: skip
-    firsts = {kind: f"{statistics.median(ms):.1f}, most {max(ms):.1f}" for kind, ms in found["first_token_ms"].items()}
-    print()
-    table(["first token, ms", ""], [[kind, text] for kind, text in firsts.items()])
-    print(
-        f"\nstarted in {started:.0f} s; {options.adapters} adapters loaded in {found['load_all_s']:.1f} s; "
-        f"{found['seconds']:.0f} s in all"
-    )
+        figures.add("the engine is there")
+        asyncio.run(measure(engine, num_ids, options, Path(home), figures))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.mirror import Mirror
 from tandem.control.packages import Shelf
+from tandem.control.replicas import OnlineServer
 from tandem.control.sealing import read_master_keys
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Revision
@@ -105,7 +106,9 @@ class Served:
         asyncio.run(self.plane.store.write(change))
 
 
-def served(home: Path, database: str = "", requests_per_s: float = 0.0) -> Served:
+def served(
+    home: Path, database: str = "", requests_per_s: float = 0.0, online: Mapping[str, OnlineServer] | None = None
+) -> Served:
     store = Store(home / "data", database)
     now = [1_000_000]
     org = asyncio.run(store.write(lambda session: queries.make_org(session, "default", now[0]))).id
@@ -123,7 +126,7 @@ def served(home: Path, database: str = "", requests_per_s: float = 0.0) -> Serve
     mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
     shelf = Shelf(home / "packages", read_signer(home / "data"))
     plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, plan, lambda: woken.append(1),
-                  shelf, "test")  # fmt: skip
+                  shelf, "test", online={} if online is None else online)  # fmt: skip
 
     async def loop() -> None:
         await asyncio.Event().wait()

@@ -130,7 +130,7 @@ def test_a_newer_database_is_refused_and_left_as_it_is(tmp_path: Path, database:
     asyncio.run(store.write(add("a")))
     asyncio.run(store.write(lambda session: session.execute(sa.text("update alembic_version set version_num='9999'"))))
     store.close()
-    with pytest.raises(StoreError, match="has revision '9999', and this Tandem knows revisions up to '0007'"):
+    with pytest.raises(StoreError, match="has revision '9999', and this Tandem knows revisions up to '0008'"):
         Store(tmp_path, database)
     engine = sa.create_engine(database or f"sqlite:///{tmp_path / FILE}")
     with engine.connect() as connection:

@@ -320,3 +320,19 @@ def test_adapters_of_one_base_share_a_replica_and_others_do_not(plane: Served):
             assert (await plane.ask_async("POST", path, token, body)).json()["want"] == "stop"
 
     asyncio.run(play())
+
+
+def test_a_run_is_served_by_vllm_only_if_it_names_one_and_apart_from_the_embedded_engine(plane: Served):
+    body = {"name": "support", "run": plane.submit(spec_toml=LORA), "step": 1}
+    refused = plane.ask("POST", "/api/deployments", body={**body, "engine": "vllm"})
+    assert (refused.status_code, refused.json()["error"]["field"]) == (409, "engine")
+    plane.made("/api/deployments", body)
+    run = plane.submit(spec_toml=f'{LORA}\n[engine]\nkind = "vllm"\n')
+    for step, engine in enumerate(["hf", "vllm", "vllm"]):
+        plane.made("/api/deployments", {**body, "run": run, "step": step, "engine": engine})
+    first, *rest = plane.replica_runs()
+    assert rest[0] == first
+    assert rest[1] == rest[2] != first
+    attempt, token = plane.open_attempt(rest[1])
+    told = plane.made(f"/api/attempts/{attempt}/claim", {"instance": "i"}, token)
+    assert told["serve"]["engine"] == "vllm"

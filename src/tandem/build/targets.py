@@ -25,11 +25,27 @@ TARGETS_FILE = Path("~/.config/tandem/targets.toml")
 """Where `tandem targets` looks unless it is told."""
 
 
+_Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+
+
+class OnlineSettings(Spec):
+    """A `tandem online serve` that names of the control server may stand for."""
+
+    url: str = Field(pattern=r"^(https://[^/@]+|http://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?)/?$")
+    """Where it answers: https, or http on this machine, because its token is sent with each request."""
+    token_file: Path
+    """The file with its token, or with a key of it whose role is `use`."""
+    model: str = Field(min_length=1, max_length=100)
+    """The name that it has for its model."""
+
+
 class Targets(Spec):
     """The file of targets."""
 
-    targets: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")], AnyTarget]
+    targets: dict[_Name, AnyTarget]
     """By name: lower-case letters, digits and "-"."""
+    online: dict[_Name, OnlineSettings] = Field(default_factory=dict[str, OnlineSettings])
+    """Online servers, by the name that `tandem deploy --online` takes."""
 
 
 _FILE = TypeAdapter(Targets)
@@ -37,13 +53,22 @@ _FILE = TypeAdapter(Targets)
 
 def read_targets(path: Path | None = None) -> dict[str, AnyTarget]:
     """Return the targets of a TOML file by name. Without `path`: of `TARGETS_FILE`; if there is none, this machine."""
+    return _read(path).targets
+
+
+def read_online(path: Path | None = None) -> dict[str, OnlineSettings]:
+    """Return the online servers that the same file names."""
+    return _read(path).online
+
+
+def _read(path: Path | None) -> Targets:
     usual = TARGETS_FILE.expanduser()
     if path is None and not usual.exists():
-        return {"local": LocalSettings()}
+        return Targets(targets={"local": LocalSettings()})
     file = path or usual
     raw = read_toml(file)
     try:
-        return _FILE.validate_python(raw).targets
+        return _FILE.validate_python(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise SpecError(f"{file}: {_explained(first)}") from error
@@ -52,7 +77,7 @@ def read_targets(path: Path | None = None) -> dict[str, AnyTarget]:
 def _explained(item: object) -> str:
     error = cast("dict[str, Any]", item)
     # pydantic names the chosen kind between the target and its field; the user's file has no such level
-    where = [str(part) for at, part in enumerate(error["loc"]) if at != 2]
+    where = [str(part) for at, part in enumerate(error["loc"]) if at != 2 or error["loc"][0] == "online"]
     field = ".".join(where)
     match error["type"]:
         case "union_tag_invalid":

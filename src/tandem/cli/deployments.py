@@ -17,7 +17,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a deployment.
 
 
 def deploy(
-    run: Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="Id of a run, and a saved step. Default: its last.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN[@STEP]", help="Id of a run, and a saved step. Default: its last.")
+    ] = "",
+    *,
     name: Annotated[str, typer.Option(help="The name that clients ask as their model.")],
     weight: Annotated[int, typer.Option(min=0, max=1000, help="Its share of the requests. First revision: 100.")] = 0,
     canary: Annotated[
@@ -31,11 +34,22 @@ def deploy(
         Literal["hf", "vllm"], typer.Option(help="hf: the embedded engine. vllm: the vLLM that the run's spec names.")
     ] = "hf",
     target: Annotated[str, typer.Option(help="Target that holds the run's weights. Default: the run's own.")] = "",
+    online: Annotated[
+        str, typer.Option(metavar="SERVER", help="An online server of the operator's file of targets, in place of RUN.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Put a checkpoint behind a name, as its next revision. OpenAI's clients ask it at the control server."""
     from tandem.client import Tandem
 
+    if bool(run) == bool(online):
+        raise typer.BadParameter("write either RUN[@STEP], or --online SERVER")
+    if online:
+        if weight or canary or keep_s or feedback or target or engine != "hf":
+            raise typer.BadParameter("--online: an online server makes its own versions; give --name alone with it")
+        with Tandem() as server:
+            _show(server.deploy_online(online, name=name), as_json)
+        return
     run_id, _, step = run.partition("@")
     if step and not (step.isascii() and step.isdigit()):
         raise typer.BadParameter(f"'{run}': write the step as a number, as in {run_id}@20")
@@ -117,6 +131,8 @@ def _show(found: DeploymentInfo, as_json: bool) -> None:
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
         return
+    if found.online:
+        typer.echo(f"{found.name}  the online server {found.online}, which makes its own versions")
     for each in found.revisions:
         share = f"canary {each.canary * 100:g} %" if each.canary else f"weight {each.weight}"
         state = "asleep" if each.asleep else "ready" if each.ready else each.state

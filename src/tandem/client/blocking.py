@@ -151,6 +151,11 @@ class Tandem(AbstractContextManager["Tandem"]):
         )  # fmt: skip
         return self.call(requests.deploy(asked))
 
+    def deploy_online(self, server: str, *, name: str) -> DeploymentInfo:
+        """Put an online server behind a new name. `server`: as the control server's operator has named it; the operator
+        alone may ask for it."""
+        return self.call(requests.deploy(requests.body(DeployBody, name=name, online=server)))
+
     def deployments(self) -> list[DeploymentInfo]:
         return self.call(requests.deployments()).items
 

@@ -152,6 +152,11 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
         )  # fmt: skip
         return await self.call(requests.deploy(asked))
 
+    async def deploy_online(self, server: str, *, name: str) -> DeploymentInfo:
+        """Put an online server behind a new name. `server`: as the control server's operator has named it; the operator
+        alone may ask for it."""
+        return await self.call(requests.deploy(requests.body(DeployBody, name=name, online=server)))
+
     async def deployments(self) -> list[DeploymentInfo]:
         return (await self.call(requests.deployments())).items
 

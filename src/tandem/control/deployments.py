@@ -17,7 +17,7 @@ from tandem.control.callers import Caller
 from tandem.control.counts import Counts
 from tandem.control.decide import ENDED
 from tandem.control.ids import new_id
-from tandem.control.queries import visible_run
+from tandem.control.queries import DEFAULT, project_of, visible_run
 from tandem.control.replicas import Replicas
 from tandem.control.tables import Deployment, Rating, Revision, Run
 from tandem.errors import Conflict, NotKnown
@@ -39,6 +39,7 @@ def deploy(session: Session, caller: Caller, body: DeployBody, usd_per_hour: flo
         session.flush()
     elif caller.project and row.project != caller.project:
         raise Conflict(f"name = '{body.name}': is taken in another project", field="name")
+    _refuse_online(row)
     others = _revisions(session, row.id)
     if body.canary and not any(each.weight for each in others):
         raise Conflict(
@@ -70,6 +71,30 @@ def deploy(session: Session, caller: Caller, body: DeployBody, usd_per_hour: flo
     )  # fmt: skip
     session.flush()
     return row.id
+
+
+def deploy_online(session: Session, caller: Caller, body: DeployBody, now: int) -> str:
+    """Put an online server behind a new name; return the deployment's id."""
+    taken = sa.select(sa.func.count()).where(Deployment.org == caller.org, Deployment.name == body.name)
+    if session.scalar(taken):
+        raise Conflict(f"name = '{body.name}': is taken; an online server has a name of its own", field="name")
+    row = Deployment(
+        id=new_id("deployment"), org=caller.org, project=project_of(session, caller, DEFAULT), name=body.name, at=now,
+        before={}, online=body.online,
+    )  # fmt: skip
+    session.add(row)
+    session.flush()
+    return row.id
+
+
+def _refuse_online(row: Deployment) -> None:
+    if row.online:
+        raise Conflict(f"'{row.name}' is the online server '{row.online}', which makes and promotes its own versions")
+
+
+def online_of(session: Session, caller: Caller) -> list[str]:
+    """Return the online servers behind the names that a caller may ask."""
+    return sorted({row.online for row in listed(session, caller)} - {""})
 
 
 def base_of(spec_toml: str) -> str:
@@ -144,7 +169,7 @@ def info(session: Session, row: Deployment, replicas: Replicas, now: int) -> Dep
                 feedback=_measured(*rated.get(each.n, (0, 0.0, 0.0))),
             )
         )  # fmt: skip
-    return DeploymentInfo(id=row.id, name=row.name, at=row.at, revisions=items)
+    return DeploymentInfo(id=row.id, name=row.name, at=row.at, revisions=items, online=row.online)
 
 
 def _measured(count: float, total: float, squares: float) -> Measured:
@@ -166,6 +191,7 @@ def _is_asleep(revision: Revision, run: Run) -> bool:
 
 def promote(session: Session, row: Deployment, n: int, replicas: Replicas, now: int) -> None:
     """Give all requests to one revision. Conflict unless its replica answers or is asleep: its weights were proven."""
+    _refuse_online(row)
     revisions = {each.n: each for each in _revisions(session, row.id)}
     if n not in revisions:
         raise NotKnown(f"'{row.name}' has no revision {n}", field="revision")
@@ -175,6 +201,7 @@ def promote(session: Session, row: Deployment, n: int, replicas: Replicas, now: 
 def rollback(session: Session, row: Deployment, replicas: Replicas, now: int) -> None:
     """Take the canary away, if one is tried; otherwise give the requests back to the revisions that had them before the
     last promote."""
+    _refuse_online(row)
     if tried := [each for each in _revisions(session, row.id) if each.canary]:
         tried[0].canary = 0.0
         session.flush()
@@ -232,12 +259,19 @@ class Candidate:
     weight: int = 1
     canary: float = 0.0
     asleep: bool = False
+    online: str = ""
+    """The online server that answers in place of a revision."""
 
 
 def candidates(session: Session, caller: Caller, name: str) -> list[Candidate]:
     """Return the revisions that may answer for `NAME` or `NAME@N`."""
     plain, _, pinned = name.partition("@")
-    of = Revision.deployment == find(session, caller, plain).id
+    row = find(session, caller, plain)
+    if row.online:
+        if pinned:
+            raise NotKnown(f"'{plain}' is an online server and has no revisions; ask '{plain}'", field="model")
+        return [Candidate(row.id, 0, "", online=row.online)]
+    of = Revision.deployment == row.id
     rows = session.execute(
         sa.select(Revision, Run).join(Run, Run.id == Revision.replica).where(of).order_by(Revision.n)
     )

@@ -33,6 +33,16 @@ class Replica:
         return self.served.get(model, "its replica is loading it") or None
 
 
+@dataclass(frozen=True, slots=True)
+class OnlineServer:
+    """An online server that the operator has named. It is started and ended by others."""
+
+    url: str
+    token: str = field(repr=False)
+    model: str
+    """The name that it has for its model."""
+
+
 @dataclass
 class Replicas:
     """Replicas by the run that serves."""

@@ -168,6 +168,8 @@ class Deployment(Base):
     at: Mapped[int] = mapped_column(BigInteger)
     before: Mapped[dict[str, int]] = mapped_column(JSON)
     """The weights by revision before the last promote, for a rollback."""
+    online: Mapped[str] = mapped_column(_NAME, default="")
+    """The online server that answers for the name, which then has no revisions; empty: none."""
 
 
 class Revision(Base):

@@ -7,11 +7,11 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tandem.build.targets import AnyTarget, open_provider, read_targets
+from tandem.build.targets import AnyTarget, OnlineSettings, open_provider, read_online, read_targets
 from tandem.control import queries
 from tandem.control.api.requests import Plane
 from tandem.control.api.service import REQUESTS_PER_S, AssistantApp, control_service
@@ -22,6 +22,7 @@ from tandem.control.maintenance import MIRRORS, PACKAGES
 from tandem.control.mirror import Mirror
 from tandem.control.packages import Shelf
 from tandem.control.reconcile import Reconciler
+from tandem.control.replicas import OnlineServer
 from tandem.control.sealing import MasterKeys, read_master_keys
 from tandem.control.store import Store
 from tandem.control.tokens import attempt_secret, attempt_token
@@ -55,7 +56,8 @@ def serve_control(
     listens. `secrets_key_file`: the master keys of secrets; default: the data directory's own.
     `requests_per_s`: that each key may send; 0: no limit. `assistant`: makes what answers /mcp, from where this server
     answers itself and where its mirrors are."""
-    known = read_targets(None if targets is None else Path(targets))
+    file = None if targets is None else Path(targets)
+    known, online = read_targets(file), {name: _online(each) for name, each in read_online(file).items()}
     token, secret = listen.token(), attempt_secret(listen.data_dir)
     keys = read_master_keys(listen.data_dir, None if secrets_key_file is None else Path(secrets_key_file))
     store = Store(listen.data_dir, database)
@@ -66,7 +68,7 @@ def serve_control(
         return url.rstrip("/") or (served[0].url if served else "")
 
     loop = _loop(store, known, secret, own_url)
-    plane = _plane(store, known, token, secret, keys, listen.data_dir, loop)
+    plane = replace(_plane(store, known, token, secret, keys, listen.data_dir, loop), online=online)
 
     async def run() -> None:
         while not own_url():  # a free port is known only once the socket is open
@@ -89,6 +91,14 @@ def allowed_hosts(listen: Listen, url: str) -> frozenset[str] | None:
     if not (name := urlsplit(url).hostname):
         raise SpecError(f"--url = '{url}': write where machines reach this server, as in https://tandem.example.org")
     return listen.hosts | {name}
+
+
+def _online(settings: OnlineSettings) -> OnlineServer:
+    try:
+        token = settings.token_file.expanduser().read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise SpecError(f"token_file = '{settings.token_file}': cannot be read: {error}") from error
+    return OnlineServer(settings.url.rstrip("/"), token, settings.model)
 
 
 def _plane(

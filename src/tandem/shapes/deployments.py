@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from tandem.shapes.base import Answer, Asked
 
@@ -12,11 +12,13 @@ DeploymentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0
 
 
 class DeployBody(Asked):
-    """A checkpoint to put behind a name, as its next revision."""
+    """What to put behind a name: a checkpoint, as its next revision, or an online server."""
 
     name: DeploymentName
-    run: str = Field(max_length=40)
-    step: int = Field(ge=0, lt=2**31)
+    run: str = Field(default="", max_length=40)
+    step: int = Field(default=0, ge=0, lt=2**31)
+    online: str = Field(default="", max_length=40)
+    """An online server that the operator has named, in place of a run. The operator alone may ask for it."""
     weight: int = Field(default=0, ge=0, le=1000)
     """Its share of the requests, beside the weights of the others. The first revision of a name gets 100 in place of
     0."""
@@ -30,6 +32,14 @@ class DeployBody(Asked):
     """What its replica samples with: the embedded engine, or the vLLM that the run's spec names."""
     target: str = Field(default="", max_length=40)
     """Default: the run's own, which holds its weights."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if bool(self.run) == bool(self.online):
+            raise ValueError("write either run and step, or online")
+        if self.online and (more := self.model_fields_set - {"name", "online", "run"}):
+            raise ValueError(f"{min(more)}: is of a checkpoint; an online server has none of it")
+        return self
 
 
 class PromoteBody(Asked):
@@ -82,6 +92,8 @@ class DeploymentInfo(Answer):
     name: str
     at: int
     revisions: list[RevisionInfo]
+    online: str = ""
+    """The online server that answers for it, which makes its own versions; the name then has no revisions."""
 
 
 class DeploymentList(Answer):

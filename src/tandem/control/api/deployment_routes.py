@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ WAKE = "x-tandem-wake"
 """Header of requests: with "no", a revision that is asleep is not started, and the request gets 409."""
 FEEDBACK = "/v1/feedback"
 _POLL_S, _READ_S = 0.1, 600.0
+_VERSION = re.compile(rb'"weight_version": ?(\d+)')
 
 
 class DeploymentRoutes:
@@ -79,10 +81,18 @@ class DeploymentRoutes:
 
     @speaks(DeployBody, key="required", status=201, answer=DeploymentInfo, scope="deploy")
     async def deploy(self, request: Request) -> Response:
-        """Put a checkpoint of a run behind a name, as its next revision."""
+        """Put a checkpoint of a run behind a name, as its next revision; or an online server, for the operator."""
         caller = caller_of(request, "deploy")
 
         def change(session: Session, body: DeployBody, now: int) -> DeploymentInfo:
+            if body.online:
+                if not caller.is_operator:
+                    raise RequestRefused(403, "online: the operator alone puts an online server behind a name")
+                if body.online not in self.plane.online:
+                    why = f"online = '{body.online}': the file of targets has no [online.{body.online}]"
+                    raise RequestRefused(422, why, field="online")
+                made = deployments.deploy_online(session, caller, body, now)
+                return self._info(session, session.get_one(Deployment, made), now)
             run = deployments.visible_run(session, caller, body.run)
             if body.target not in ("", run.target):
                 raise RequestRefused(
@@ -189,7 +199,7 @@ class DeploymentRoutes:
         answer_id = body.get("id")
         name = answer_id.partition(".")[2] if isinstance(answer_id, str) else ""
         if "@" not in name:
-            raise RequestRefused(422, "id: write the id of a chat completion of a deployment", field="id")
+            return await self._rate_online(caller, body)
         passed, choice = await self._reach(caller, name, "", FEEDBACK, body)
         content = await passed.whole()
         if passed.status_code == 200:
@@ -200,6 +210,30 @@ class DeploymentRoutes:
             )
         return Response(content, passed.status_code, media_type="application/json")
 
+    async def _rate_online(self, caller: Caller, body: dict[str, Any]) -> Response:
+        """Rate an answer of an online server. Its id does not say which server made it, so each of the caller's is
+        asked until one knows it."""
+        told = None
+        for name in await self.plane.store.read(partial(deployments.online_of, caller=caller)):
+            told = await self._ask_online(name, name, FEEDBACK, body)
+            if told.status_code != 404:
+                break
+        if told is None:
+            raise RequestRefused(422, "id: write the id of a chat completion of a deployment", field="id")
+        return told
+
+    async def _ask_online(self, plain: str, server: str, path: str, body: dict[str, Any]) -> Response:
+        """Send a request to an online server. Its answer says which version made it: the header X-Tandem-Version."""
+        at = self.plane.online.get(server)
+        if at is None:
+            raise RequestRefused(503, f"'{plain}': this server has no [online.{server}] any more", retry_after_s=60.0)
+        sent = body if path == FEEDBACK else {**body, "model": at.model}
+        replica = Replica(f"online {server}", "", at.url, self.plane.clock())
+        passed = await self._ask(path, sent, replica, None, token=at.token)
+        if passed is None:
+            raise RequestRefused(503, f"'{plain}': its online server does not answer now; ask again", retry_after_s=5.0)
+        return await passed.with_version(plain)
+
     async def _pass_on(self, request: Request, path: str) -> Response:
         caller, body = caller_of(request, "chat"), _json_object(request)
         name = body.get("model")
@@ -207,6 +241,9 @@ class DeploymentRoutes:
             raise RequestRefused(422, "model: write the name of a deployment", field="model")
         session_id = request.headers.get(SESSION) or str(body.get("user") or "")
         may_wake = request.headers.get(WAKE) != "no"
+        found = await self.plane.store.read(lambda session: deployments.candidates(session, caller, name))
+        if found and found[0].online:
+            return await self._ask_online(name, found[0].online, path, body)
         passed, _ = await self._reach(caller, name, session_id, path, body, may_wake=may_wake)
         return passed
 
@@ -242,9 +279,12 @@ class DeploymentRoutes:
     def _tally(self, choice: Candidate) -> Tally:
         return partial(self.plane.replicas.count, choice.deployment, choice.n)
 
-    async def _ask(self, path: str, body: dict[str, Any], replica: Replica, tally: Tally | None) -> _Passed | None:
-        """Send it to a replica; return its answer, not read yet. None if it never reached it."""
-        headers = {"Authorization": f"Bearer {self.plane.callers.serve_token(replica.attempt)}"}
+    async def _ask(
+        self, path: str, body: dict[str, Any], replica: Replica, tally: Tally | None, *, token: str = ""
+    ) -> _Passed | None:
+        """Send it to a replica; return its answer, not read yet. None if it never reached it. `token`: default: that of
+        the replica's attempt."""
+        headers = {"Authorization": f"Bearer {token or self.plane.callers.serve_token(replica.attempt)}"}
         began = time.monotonic()
         with ExitStack() as under_way:
             under_way.enter_context(self.plane.replicas.asked(replica.run))
@@ -278,6 +318,8 @@ class _Passed(StreamingResponse):
         headers = {name: told.headers[name] for name in self.KEPT if name in told.headers}
         super().__init__(self._pieces(), told.status_code, headers)
         self._told, self._under_way, self._began, self._tally = told, under_way, began, tally
+        self._raw = told.aiter_raw()
+        self._first = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._under_way:
@@ -285,6 +327,27 @@ class _Passed(StreamingResponse):
                 await super().__call__(scope, receive, send)
             finally:
                 await self._told.aclose()
+
+    async def with_version(self, revision: str) -> Response:
+        """Return the answer with headers for its revision and version. A stream's version is in its first piece."""
+        response: Response = self
+        if self._told.headers.get("content-type", "").startswith("application/json"):
+            headers = {name: self.headers[name] for name in ("retry-after",) if name in self.headers}
+            content = await self.whole()
+            response = Response(content, self.status_code, headers, "application/json")
+        else:
+            try:
+                self._first = content = await anext(self._raw, b"")
+            except BaseException as error:  # also a client that has gone
+                with self._under_way:
+                    await self._told.aclose()
+                if not isinstance(error, httpx.TransportError):
+                    raise
+                raise RequestRefused(503, "the online server ended while it answered", retry_after_s=1.0) from None
+        if found := _VERSION.search(content):
+            response.headers["X-Tandem-Version"] = found[1].decode()
+        response.headers["X-Tandem-Revision"] = revision
+        return response
 
     async def whole(self) -> bytes:
         with self._under_way:
@@ -298,7 +361,9 @@ class _Passed(StreamingResponse):
     async def _pieces(self) -> AsyncIterator[bytes]:
         failed = self._told.status_code >= 500
         try:
-            async for piece in self._told.aiter_raw():
+            if self._first:
+                yield self._first
+            async for piece in self._raw:
                 failed = failed or b'data: {"error"' in piece
                 yield piece
         except httpx.TransportError:

@@ -23,7 +23,7 @@ from tandem.control.mirror import Mirror
 from tandem.control.once import once
 from tandem.control.packages import Shelf
 from tandem.control.rates import RateLimit
-from tandem.control.replicas import Replicas
+from tandem.control.replicas import OnlineServer, Replicas
 from tandem.control.sealing import MasterKeys
 from tandem.control.store import Store
 from tandem.io.request_key import RequestKey
@@ -70,6 +70,8 @@ class Plane:
     """This Tandem's version."""
     replicas: Replicas = field(default_factory=Replicas)
     """Where the replicas of deployments answer."""
+    online: Mapping[str, OnlineServer] = field(default_factory=dict[str, OnlineServer])
+    """The online servers that the operator has named."""
 
     def with_progress(self, info: RunInfo) -> RunInfo:
         """Return the run with what its mirrored files say of its progress. Call it on a thread."""

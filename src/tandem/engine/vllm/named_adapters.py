@@ -51,7 +51,7 @@ class NamedAdapters:
     ) -> None:
         """As EmbeddedEngine.put_adapter."""
         async with self._changing:
-            if len(self._loaded) >= self._num_slots:
+            if self._exchange.num_adapters >= self._num_slots > 0:
                 raise SyncError(
                     f"adapter '{name}': all {self._num_slots} slots of vLLM have adapters; drop one, or start it with "
                     "more (--adapter-slots)"

@@ -308,6 +308,10 @@ class WeightUpdate:
 
     # --- adapters beside the served version: named_adapters.py
 
+    @property
+    def num_adapters(self) -> int:
+        return len(self._adapters)
+
     async def adapter_dtype(self) -> str:
         if not self._process.options.adapter_slots:
             raise SyncError("adapters: vLLM was started without slots for them; start it with some (--adapter-slots)")
