@@ -114,8 +114,8 @@ def test_the_worked_example_of_the_docs(control: Control, ended: str):
     assert asked == [
         f"Deploy step 2 of {ended} as 'support'? It gets all requests, and takes a replica on here until it is taken "
         "down, for 3.6 USD an hour at most.",
-        f"Deploy step 3 of {ended} as 'support'? It gets no requests yet, and takes a replica on here until it is "
-        "taken down, for 3.6 USD an hour at most.",
+        f"Deploy step 3 of {ended} as 'support'? It gets no requests yet, and takes a replica on here, or shares "
+        "one that serves its base there, until it is taken down, for 3.6 USD an hour at most.",
         f"Give all requests of 'support' to revision 2, step 3 of {ended}? Now: support@1 gets 100 %.",
         "Undo the last promote of 'support'? Now: support@2 gets 100 %.",
         "Take 'support' down? Its replicas end, and its clients get errors. Now: support@1 gets 100 %.",

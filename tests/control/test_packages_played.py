@@ -203,6 +203,13 @@ def test_a_package_plays_on_a_server_by_the_agents_own_token(team: Colleagues):
     assert json.loads((team.control.mirror(run) / "environment" / PINS).read_text()) == kept
     for path in team.home.glob("jobs/tandem-*/*"):  # the trainer got files, and no token
         assert not path.is_file() or b"tda_" not in path.read_bytes(), path
+    team.tandem("env", "yank", NAME)
+    try:  # its weights are served whatever became of the package: a replica plays nothing
+        team.tandem("deploy", run, "--name", "shouter")
+        asked = {"model": "shouter", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        assert team.control.ask("POST", "/v1/chat/completions", asked)["model"] == "shouter@1"
+    finally:
+        team.tandem("env", "yank", NAME, "--undo")
     wrong = spec_toml.replace("==1.2.0", "==7.0")
     lost = team.control.ask("POST", "/api/runs", {"spec_toml": wrong, "target": "here", "retries": 0})["id"]
     until(lambda: team.control.state(lost) in ("succeeded", "failed"), 120)

@@ -105,9 +105,11 @@ def _deploy(desk_for: DeskFor) -> Callable[..., Row]:
         desk = desk_for(context)
         with server_at(desk) as server:
             target = server.run(run).info().target
-            others = next((each.revisions for each in server.deployments() if each.name == name), [])
+            names = server.deployments()
+            others = next((each.revisions for each in names if each.name == name), [])
             cost = _cost(server, target)
         share = f"{canary * 100:g} % of the requests" if canary else "no requests yet" if others else "all requests"
+        shared = ", or shares one that serves its base there," if names else ""  # the server finds one when it deploys
         until = f"until it had none for {keep_s} s" if keep_s else "until it is taken down"
         more = f"--canary {canary * 100:g}% " if canary else ""
         more += f"--keep-s {keep_s} " if keep_s else ""
@@ -115,8 +117,8 @@ def _deploy(desk_for: DeskFor) -> Callable[..., Row]:
         chats = " It keeps the chats." if feedback else ""
         return desk.spending.ask(
             context,
-            f"Deploy step {step} of {run} as '{name}'? It gets {share}, and takes a replica on {target} "
-            f"{until}{cost}.{chats}",
+            f"Deploy step {step} of {run} as '{name}'? It gets {share}, and takes a replica on "
+            f"{target}{shared} {until}{cost}.{chats}",
             f"tandem deploy {shlex.quote(run)}@{step} {more}--name {shlex.quote(name)}",
         )
 
