@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tandem.control.api.service import control_service
 from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.mirror import Mirror
+from tandem.control.openid import OpenIdProvider
 from tandem.control.packages import Shelf
 from tandem.control.sealing import read_master_keys
 from tandem.control.store import Store
@@ -105,7 +106,12 @@ class Served:
         asyncio.run(self.plane.store.write(change))
 
 
-def served(home: Path, database: str = "", requests_per_s: float = 0.0) -> Served:
+def served(
+    home: Path,
+    database: str = "",
+    requests_per_s: float = 0.0,
+    openid: Callable[[Callable[[bytes], bytes]], OpenIdProvider] | None = None,
+) -> Served:
     store = Store(home / "data", database)
     now = [1_000_000]
     org = asyncio.run(store.write(lambda session: queries.make_org(session, "default", now[0]))).id
@@ -123,7 +129,7 @@ def served(home: Path, database: str = "", requests_per_s: float = 0.0) -> Serve
     mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
     shelf = Shelf(home / "packages", read_signer(home / "data"))
     plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, plan, lambda: woken.append(1),
-                  shelf, "test")  # fmt: skip
+                  shelf, "test", openid=None if openid is None else openid(keys.digest))  # fmt: skip
 
     async def loop() -> None:
         await asyncio.Event().wait()

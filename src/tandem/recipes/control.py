@@ -7,7 +7,7 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ from tandem.control.callers import Callers, all_keys
 from tandem.control.decide import AttemptView, RunView
 from tandem.control.maintenance import MIRRORS, PACKAGES
 from tandem.control.mirror import Mirror
+from tandem.control.openid import OpenIdProvider, read_settings
 from tandem.control.packages import Shelf
 from tandem.control.reconcile import Reconciler
 from tandem.control.sealing import MasterKeys, read_master_keys
@@ -48,13 +49,14 @@ def serve_control(
     url: str = "",
     secrets_key_file: str | Path | None = None,
     requests_per_s: float = REQUESTS_PER_S,
+    oidc: str | Path | None = None,
     assistant: Callable[[Callable[[], str], Path], AssistantApp] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; runs go on meanwhile. `database`: of PostgreSQL; default: SQLite in the data
     directory. `targets`: the file of targets. `url`: where the targets' machines reach this server; default: where it
     listens. `secrets_key_file`: the master keys of secrets; default: the data directory's own.
-    `requests_per_s`: that each key may send; 0: no limit. `assistant`: makes what answers /mcp, from where this server
-    answers itself and where its mirrors are."""
+    `requests_per_s`: that each key may send; 0: no limit. `oidc`: the file of the OpenID provider. `assistant`: makes
+    what answers /mcp, from where this server answers itself and where its mirrors are."""
     known = read_targets(None if targets is None else Path(targets))
     token, secret = listen.token(), attempt_secret(listen.data_dir)
     keys = read_master_keys(listen.data_dir, None if secrets_key_file is None else Path(secrets_key_file))
@@ -67,6 +69,10 @@ def serve_control(
 
     loop = _loop(store, known, secret, own_url)
     plane = _plane(store, known, token, secret, keys, listen.data_dir, loop)
+    if oidc is not None:
+        openid = OpenIdProvider(read_settings(Path(oidc)), keys.digest, own_url)
+        asyncio.run(store.read(openid.check_grants))
+        plane = replace(plane, openid=openid)
 
     async def run() -> None:
         while not own_url():  # a free port is known only once the socket is open
