@@ -60,6 +60,7 @@ SLOW = {
     "http/test_service_start_and_end.py": "services that are ended in the middle of answers",
     "http/test_rollouts_cli.py": "commands against a rollout service of their own",
     "parallel/test_lost_ranks.py": "ranks that are killed and stopped, until their deadline",
+    "control/test_openid_real.py": "an OpenID provider and a control server in processes of their own",
     "control/test_control_command.py": "a control server in a process of its own, killed, and runs on its machine",
     "providers/test_local.py": "jobs on this machine, ended and launched many times",
     "providers/test_ssh.py": "a real sshd, some times killed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tandem.control.api.service import control_service
 from tandem.control.audit import AuditLog
 from tandem.control.callers import Callers, all_keys
 from tandem.control.mirror import Mirror
+from tandem.control.openid import OpenIdProvider
 from tandem.control.packages import Shelf
 from tandem.control.replicas import OnlineServer
 from tandem.control.sealing import read_master_keys
@@ -107,7 +108,11 @@ class Served:
 
 
 def served(
-    home: Path, database: str = "", requests_per_s: float = 0.0, online: Mapping[str, OnlineServer] | None = None
+    home: Path,
+    database: str = "",
+    requests_per_s: float = 0.0,
+    online: Mapping[str, OnlineServer] | None = None,
+    openid: Callable[[Callable[[bytes], bytes]], OpenIdProvider] | None = None,
 ) -> Served:
     store = Store(home / "data", database)
     now = [1_000_000]
@@ -126,7 +131,8 @@ def served(
     mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
     shelf = Shelf(home / "packages", read_signer(home / "data"))
     plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, plan, lambda: woken.append(1),
-                  shelf, "test", online={} if online is None else online)  # fmt: skip
+                  shelf, "test", online={} if online is None else online,
+                  openid=None if openid is None else openid(keys.digest))  # fmt: skip
 
     async def loop() -> None:
         await asyncio.Event().wait()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from whole_way import Control, spec_of, until
+from whole_way import ENVIRONMENT, SEES, Control, holds, spec_of, until
 
 from tandem import digest_run
 
@@ -60,10 +62,51 @@ def test_a_run_on_an_ssh_box_ends_as_the_command_alone_would(tmp_path: Path, alo
         server.kill()
 
 
-@pytest.mark.skipif(not slurm(), reason="no Slurm here, or not root: make install-system")
-def test_a_run_on_a_slurm_cluster_ends_as_the_command_alone_would(tmp_path: Path, alone: dict[str, str]) -> None:
-    cluster = Slurm()
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Slurm]:
+    if not slurm():
+        pytest.skip("no Slurm here, or not root: make install-system")
+    found = Slurm()
+    yield found
+    found.kill()
+
+
+def test_a_run_on_a_slurm_cluster_ends_as_the_command_alone_would(
+    tmp_path: Path, alone: dict[str, str], cluster: Slurm
+) -> None:
+    assert brought_to_its_end(tmp_path, f'kind = "slurm"\nconf = "{cluster.conf}"\n') == alone
+
+
+def test_a_run_that_slurm_preempts_goes_on_and_its_secret_is_in_the_trainers_environment_alone(
+    tmp_path: Path, alone: dict[str, str], cluster: Slurm
+) -> None:
+    """Preemption sends SIGTERM to the job, as `scancel --signal` does; then the node is another's."""
+    canary = f"canary-{os.urandom(8).hex()}".encode()
+    targets = f'[targets.there]\ndirectory = "{tmp_path}/jobs"\ntandem = "{tmp_path}/tandem"\n'
+    control = Control(tmp_path, f'{targets}kind = "slurm"\nconf = "{cluster.conf}"\n')
     try:
-        assert brought_to_its_end(tmp_path, f'kind = "slurm"\nconf = "{cluster.conf}"\n') == alone
+        control.ask("POST", "/api/secrets", {"name": "CANARY", "value": canary.decode()})
+        (tmp_path / "sees.py").write_text(SEES + ENVIRONMENT)
+        run = control.submit(STEPS, "there", ["CANARY"], environment={"name": str(tmp_path / "sees.py")})
+        until(lambda: control.steps(run) >= 3)
+        found = control.look_for(canary, [run], cluster.root)
+        assert any(holds(Path(f"/proc/{pid}/environ"), canary) for pid in control.processes("train"))
+        (agent,) = control.processes("--once")
+        assert not holds(Path(f"/proc/{agent}/environ"), canary)
+        (job,) = cluster.tell("squeue", "--noheader", "--format=%i", "--states=RUNNING").split()
+        cluster.tell("scancel", "--signal=TERM", "--full", job)
+        until(lambda: control.state(run) == "waiting")
+        found += control.look_for(canary, [run], cluster.root)
+        until(lambda: control.state(run) in ("succeeded", "failed"), 200)
+        found += control.look_for(canary, [run], cluster.root)
+        told = control.ask("GET", f"/api/runs/{run}")
+        assert (told["state"], told["attempt"]) == ("succeeded", 2), told
+        assert (tmp_path / "sees.seen").read_text() == hashlib.sha256(canary).hexdigest()
+        assert found == []
+        weights = [name for name in alone if "weights" in name]
+        assert weights
+        assert {name: digest_run(control.directory(run))[name] for name in weights} == {
+            name: alone[name] for name in weights
+        }
     finally:
-        cluster.kill()
+        control.close()

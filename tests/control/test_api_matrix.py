@@ -27,6 +27,7 @@ BODIES: dict[str, Any] = {
     "/api/runs": {"spec_toml": SPEC, "target": "box"},
     "/api/runs/{id}/cancel": {},
     "/api/runs/{id}/resume": {},
+    "/api/login": {"id_token": "a.b.c"},
     "/api/orgs": {"name": "another"},
     "/api/projects": {"name": "another"},
     "/api/keys": {"name": "another", "scopes": ["keys"]},
@@ -53,7 +54,7 @@ OF_AGENTS = {path for path in BODIES if "/attempts/{id}/" in path} | {
 }  # fmt: skip
 ANOTHERS_NAME = {("post", "/api/packages")}
 """The name begins with another org's."""
-WITHOUT_KEY = {"/health", "/openapi.json", *page_paths()}
+WITHOUT_KEY = {"/health", "/openapi.json", "/api/login", *page_paths()}
 OF_TWO_RUNS = {"/api/views/compare"}
 NAMED_IN_BODY = {
     "/api/deployments", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/feedback",

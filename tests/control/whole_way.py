@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -29,6 +30,13 @@ class Ascii:
         reply = await chat.reply()
         return Outcome(sum(character.isascii() for character in reply.text) / (len(reply.text) + 1))
 """
+
+
+SEES = """
+import hashlib, os, pathlib
+pathlib.Path(__file__).with_suffix(".seen").write_text(hashlib.sha256(os.environ["CANARY"].encode()).hexdigest())
+"""
+"""Before the code of an environment: its trainer has the secret CANARY."""
 
 
 def spec_of(home: Path, steps: int, **more: Any) -> str:
@@ -122,6 +130,18 @@ class Control:
                 found.append(int(path.name))
         return found
 
+    def look_for(self, secret: bytes, runs: Sequence[str], *further: Path) -> list[object]:
+        """Return where a secret is: files of this test and of `further` directories, command lines, and what the
+        server tells of these runs."""
+        files = [path for root in (self.home, *further) for path in root.rglob("*") if path.is_file()]
+        assert {"control.sqlite3", "console.txt", "trainer.log", "log"} <= {path.name for path in files}
+        paths = [f"/api/runs/{run}{what}" for run in runs for what in ("", "/events", "/attempts")]
+        answers = [path for path in (*paths, "/api/secrets", "/api/usage", "/api/audit") if secret in self._bytes(path)]
+        return [*answers, *(path for path in (*files, *Path("/proc").glob("[0-9]*/cmdline")) if holds(path, secret))]
+
+    def _bytes(self, path: str) -> bytes:
+        return json.dumps(self.ask("GET", path)).encode()
+
     def close(self) -> None:
         self.kill()
         for pid in self.processes():
@@ -132,6 +152,13 @@ class Control:
         assert self.process.poll() is None, (self.home / "log").read_text()
         with socket.socket() as tried:
             return tried.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+def holds(path: Path, secret: bytes) -> bool:
+    try:
+        return secret in path.read_bytes()
+    except OSError:  # a process that has ended, or a socket
+        return False
 
 
 def until(true: Callable[[], Any], seconds: float = 120.0) -> None:

@@ -50,6 +50,9 @@ def control_serve(
     requests_per_second: Annotated[
         float, typer.Option(min=0, help="Requests that each key may send for long, four times as many at once; 0: any.")
     ] = 50.0,
+    oidc: Annotated[
+        Path | None, typer.Option(help="TOML file of the OpenID provider where people sign in. Default: keys only.")
+    ] = None,
     ready_file: ReadyFile = None,
     insecure: Insecure = False,
 ) -> None:
@@ -62,13 +65,15 @@ def control_serve(
     from tandem.recipes.control import serve_control
     from tandem.serve.http.run import Listen
 
+    if oidc is not None:
+        require_extra("oidc", "joserfc")
     listen = Listen(data_dir, host, port, ready_file or data_dir / READY_FILE, insecure)
     has_mcp = find_spec("mcp") is not None
     if not has_mcp:
         typer.echo('no assistant can connect: install "tandem-rl[control,mcp]" for /mcp')
     serve_control(
         listen, database=database, targets=targets, url=url, secrets_key_file=secrets_key_file,
-        requests_per_s=requests_per_second, assistant=AssistantDoor if has_mcp else None,
+        requests_per_s=requests_per_second, oidc=oidc, assistant=AssistantDoor if has_mcp else None,
     )  # fmt: skip
 
 

@@ -28,11 +28,18 @@ def login(
     key_file: Annotated[
         Path | None, typer.Option(help="File that holds the key. Default: ask for it, or read one line of stdin.")
     ] = None,
+    oidc: Annotated[
+        bool, typer.Option("--oidc", help="Sign in with the server's OpenID provider, in a browser, for a key.")
+    ] = False,
 ) -> None:
     """Keep a control server and your key in ~/.config/tandem/control.toml, which only you can read."""
     from tandem.client import Place, Tandem, save_place
+    from tandem.client.openid import sign_in
 
-    if key_file is not None:
+    url, signed_in = url.rstrip("/"), None
+    if oidc:
+        key, signed_in = sign_in(url, _show_address)
+    elif key_file is not None:
         key = key_file.read_text(encoding="utf-8").strip()
     elif sys.stdin.isatty():
         key = typer.prompt("key", hide_input=True).strip()
@@ -40,8 +47,15 @@ def login(
         key = sys.stdin.readline().strip()
     with Tandem(url, key, patience_s=5.0) as server:
         me = server.me()
-    saved = save_place(Place(url, key, me.signing_key))
+    saved = save_place(Place(url, key, me.signing_key, signed_in))
     typer.echo(f"{saved}: org {me.org_name}, {', '.join(me.scopes)}")
+
+
+def _show_address(address: str) -> None:
+    import webbrowser
+
+    typer.echo(f"sign in with a browser on this machine:\n{address}")
+    webbrowser.open(address)
 
 
 def submit(

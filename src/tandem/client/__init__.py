@@ -2,7 +2,7 @@
 
 requests.py: what is sent, and what an answer means. place.py: which server, and with which key. blocking.py and
 waiting.py: the two clients, with the same names. pull.py: a mirror of a run as a directory. index.py: the packages
-of environments.
+of environments. openid.py: a person signs in.
 """
 
 from tandem.client.blocking import RemoteRun, Tandem

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import tomli_w
 
-from tandem.errors import SpecError
+from tandem.client import openid
+from tandem.client.openid import SignedIn
+from tandem.errors import ControlSilent, SpecError
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
 from tandem.io.provenance import PUBLIC_FILE
@@ -29,6 +33,8 @@ class Place:
     key: str = field(repr=False)
     signing_key: str = ""
     """The public key of the server's provenance of environments, as it was at the login; empty: not known."""
+    signed_in: SignedIn | None = None
+    """How the key is renewed; None: it is a key that someone made, and is used as it is."""
 
 
 def find_place(env: Mapping[str, str] | None = None) -> Place | None:
@@ -40,13 +46,34 @@ def find_place(env: Mapping[str, str] | None = None) -> Place | None:
             return _of_data_dir(Path(named).expanduser())
         key, saved = env.get(KEY_VARIABLE, ""), _saved()
         if saved is not None and saved.url == named.rstrip("/"):
-            return replace(saved, key=key or saved.key)
+            return replace(saved, key=key) if key else _renewed(saved)
         if not key:
             raise SpecError(
                 f"{URL_VARIABLE} = '{named}': put its key into {KEY_VARIABLE}, or use `tandem login {named}`"
             )
         return Place(named.rstrip("/"), key)
-    return _saved()
+    saved = _saved()
+    return None if saved is None else _renewed(saved)
+
+
+def _renewed(saved: Place) -> Place:
+    """Return the place with a key that is valid for a while. Of several processes one gets it."""
+    if saved.signed_in is None or not saved.signed_in.is_due:
+        return saved
+    path = PLACE_FILE.expanduser()
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        now = _saved()
+        if now is None or now.signed_in is None or not now.signed_in.is_due:
+            return now or saved  # another process was first
+        try:
+            key, signed_in = openid.renew(now.url, now.key, now.signed_in)
+        except ControlSilent:
+            if time.time() * 1000 < now.signed_in.expires_at:
+                return now  # it is valid still
+            raise
+        save_place(made := replace(now, key=key, signed_in=signed_in))
+        return made
 
 
 def save_place(place: Place) -> Path:
@@ -63,8 +90,10 @@ def save_place(place: Place) -> Path:
             f"{url}: its signing key has changed since the last login; ask its operator whether that is so, and remove "
             f"the line signing_key from {path} before you log in again"
         )
-    text = tomli_w.dumps({"url": url, "key": place.key, "signing_key": place.signing_key})
-    atomic_write.write_bytes(path, text.encode(), mode=0o600)
+    told: dict[str, Any] = {"url": url, "key": place.key, "signing_key": place.signing_key}
+    if place.signed_in is not None:
+        told["signed_in"] = asdict(place.signed_in)
+    atomic_write.write_bytes(path, tomli_w.dumps(told).encode(), mode=0o600)
     return path
 
 
@@ -84,8 +113,9 @@ def _saved() -> Place | None:
         return None
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        return Place(str(raw["url"]), str(raw["key"]), str(raw.get("signing_key", "")))
-    except (OSError, ValueError, KeyError) as error:
+        signed_in = SignedIn(**raw["signed_in"]) if "signed_in" in raw else None
+        return Place(str(raw["url"]), str(raw["key"]), str(raw.get("signing_key", "")), signed_in)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise SpecError(f"{path}: is not the file of a control server ({error}); use `tandem login URL`") from error
 
 

@@ -20,6 +20,7 @@ from tandem.control.callers import Callers, all_keys
 from tandem.control.decide import AttemptView, RunView
 from tandem.control.maintenance import MIRRORS, PACKAGES
 from tandem.control.mirror import Mirror
+from tandem.control.openid import OpenIdProvider, read_settings
 from tandem.control.packages import Shelf
 from tandem.control.reconcile import Reconciler
 from tandem.control.replicas import OnlineServer
@@ -49,13 +50,14 @@ def serve_control(
     url: str = "",
     secrets_key_file: str | Path | None = None,
     requests_per_s: float = REQUESTS_PER_S,
+    oidc: str | Path | None = None,
     assistant: Callable[[Callable[[], str], Path], AssistantApp] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; runs go on meanwhile. `database`: of PostgreSQL; default: SQLite in the data
     directory. `targets`: the file of targets. `url`: where the targets' machines reach this server; default: where it
     listens. `secrets_key_file`: the master keys of secrets; default: the data directory's own.
-    `requests_per_s`: that each key may send; 0: no limit. `assistant`: makes what answers /mcp, from where this server
-    answers itself and where its mirrors are."""
+    `requests_per_s`: that each key may send; 0: no limit. `oidc`: the file of the OpenID provider. `assistant`: makes
+    what answers /mcp, from where this server answers itself and where its mirrors are."""
     file = None if targets is None else Path(targets)
     known, online = read_targets(file), {name: _online(each) for name, each in read_online(file).items()}
     token, secret = listen.token(), attempt_secret(listen.data_dir)
@@ -69,6 +71,10 @@ def serve_control(
 
     loop = _loop(store, known, secret, own_url)
     plane = replace(_plane(store, known, token, secret, keys, listen.data_dir, loop), online=online)
+    if oidc is not None:
+        openid = OpenIdProvider(read_settings(Path(oidc)), keys.digest, own_url)
+        asyncio.run(store.read(openid.check_grants))
+        plane = replace(plane, openid=openid)
 
     async def run() -> None:
         while not own_url():  # a free port is known only once the socket is open

@@ -21,6 +21,7 @@ from tandem.control.audit import AuditLog
 from tandem.control.callers import AgentCaller, Caller, Callers
 from tandem.control.mirror import Mirror
 from tandem.control.once import once
+from tandem.control.openid import OpenIdProvider
 from tandem.control.packages import Shelf
 from tandem.control.rates import RateLimit
 from tandem.control.replicas import OnlineServer, Replicas
@@ -72,6 +73,8 @@ class Plane:
     """Where the replicas of deployments answer."""
     online: Mapping[str, OnlineServer] = field(default_factory=dict[str, OnlineServer])
     """The online servers that the operator has named."""
+    openid: OpenIdProvider | None = None
+    """Where people sign in; None: with keys only."""
 
     def with_progress(self, info: RunInfo) -> RunInfo:
         """Return the run with what its mirrored files say of its progress. Call it on a thread."""

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.control import audit
 from tandem.control.api.agent_routes import AgentRoutes
 from tandem.control.api.deployment_routes import DeploymentRoutes
+from tandem.control.api.login_routes import BEGIN, DONE, PATH, LoginRoutes
 from tandem.control.api.org_routes import OrgRoutes
 from tandem.control.api.package_routes import PackageRoutes
 from tandem.control.api.requests import Plane, authenticate
@@ -64,7 +65,8 @@ def control_service(
     runs, agents, views = RunRoutes(plane), AgentRoutes(plane), view_routes(plane)
     router = APIRouter()
     deployments = DeploymentRoutes(plane)
-    for each in (runs, agents, deployments, OrgRoutes(plane), SecretRoutes(plane), PackageRoutes(plane), views):
+    more = (LoginRoutes(plane), OrgRoutes(plane), SecretRoutes(plane), PackageRoutes(plane))
+    for each in (runs, agents, deployments, *more, views):
         router.include_router(each.router)
     tasks: list[asyncio.Task[None]] = []
 
@@ -120,7 +122,8 @@ def control_service(
         close=end,
         why_unfit=lambda: plane.store.broken or (died[0] if died else ""),
         gzip=True,
-        open_paths=page_paths() | {"/openapi.json"},
+        open_paths=page_paths() | {"/openapi.json", PATH, BEGIN, DONE},
+        landing_paths=frozenset({DONE}),
         hot=[*runs.hot, *agents.hot],
         apps=[AppRoute("/mcp", assistant or _no_assistant)],
         ending=ending,

@@ -25,6 +25,10 @@ export function keepInAddress(/** @type {Record<string, string>} */ changes) {
 
 function AskToken({ then }) {
   const [token, setToken] = useState("");
+  const [provider, setProvider] = useState("");
+  useEffect(() => {
+    read("/login").then((told) => setProvider(told.issuer), () => {});
+  }, []);
   const enter = async (event) => {
     event.preventDefault();
     keepToken(token);
@@ -35,7 +39,8 @@ function AskToken({ then }) {
     <p class="quiet">The command <code>tandem dashboard</code> printed an address with it. A control server takes a key that may read runs: <code>tandem control key new</code>. It is kept while this tab is open.</p>
     <div class="tools"><label class="sr" for="token">Token</label>
       <input id="token" type="password" autocomplete="off" value=${token} onInput=${(e) => setToken(e.target.value)} />
-      <button class="main">Open</button></div></form></main>`;
+      <button class="main">Open</button></div>
+    ${provider && html`<p><a href="login">Sign in with ${provider}</a></p>`}</form></main>`;
 }
 
 function App() {

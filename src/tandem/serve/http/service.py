@@ -93,6 +93,8 @@ class Service:
     """Whether bodies may be compressed; the size limit holds for the unpacked body."""
     open_paths: frozenset[str] = frozenset()
     """Paths that need no token, besides /health."""
+    landing_paths: frozenset[str] = frozenset()
+    """Open paths to which pages of other sites may send a browser; the route itself checks that it was asked to."""
     patient_paths: frozenset[str] = frozenset()
     """Paths whose clients retry only after a 5xx. Bodies wait for memory, and get 507 or 503 instead of 429 or 408."""
     hot: Sequence[HotRoute] = ()
@@ -219,7 +221,8 @@ class AccessGate:
         try:
             self._check_host(headers)
             is_open = scope["path"] in self.open_paths
-            self._check_origin(headers, needs_token=not is_open)
+            if scope["path"] not in self.service.landing_paths:
+                self._check_origin(headers, needs_token=not is_open)
             if not is_open:
                 self._check_token(headers, scope)
             if _has_body(headers):
