@@ -44,7 +44,7 @@ SLOW = {
     "parallel/test_checkpoints_by_rows.py": "whole runs on 1, 2 and 4 ranks",
     "parity/test_apollo.py": "many steps beside the published optimizer",
     "parallel/test_ends_and_resumes.py": "runs of ranks that are killed, stopped and resumed",
-    "parallel/test_equal_bytes.py": "64 trainings on 1, 2 and 4 ranks",
+    "parallel/test_equal_bytes.py": "69 trainings on 1, 2 and 4 ranks",
     "parallel/test_planted.py": "ranks with wrong weights, in processes of their own",
     "parity/test_by_owner.py": "updates of three ranks beside one",
     "parallel/test_launcher_ends.py": "runs under a launcher that end early",
