@@ -126,7 +126,7 @@ def served(
     mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
     shelf = Shelf(home / "packages", read_signer(home / "data"))
     plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, plan, lambda: woken.append(1),
-                  shelf, "test", online={} if online is None else online)  # fmt: skip
+                  shelf, "test", online={} if online is None else online, elsewhere=frozenset({"free"}))  # fmt: skip
 
     async def loop() -> None:
         await asyncio.Event().wait()

@@ -72,6 +72,8 @@ class Plane:
     """Where the replicas of deployments answer."""
     online: Mapping[str, OnlineServer] = field(default_factory=dict[str, OnlineServer])
     """The online servers that the operator has named."""
+    elsewhere: frozenset[str] = frozenset()
+    """Targets on other machines, whose replicas this server would not reach."""
 
     async def with_progress(self, info: RunInfo) -> RunInfo:
         """Return the run with what its mirrored files say of its progress."""
