@@ -91,7 +91,10 @@ def test_each_row_answers_as_its_adapter_alone_would(base: Any, most_columns: in
         )
         for (name, tokens), each in zip(asked, told, strict=True):
             assert each.ids == expected[name].ids[:tokens]
+        await engine.generate(prompt, sampling, adapter="b")
         await engine.drop_adapter("b")
+        await engine.put_adapter("again", adapters["a"], {"r": RANKS["a"]}, fingerprints(adapters["a"]))
+        assert (await engine.generate(prompt, sampling, adapter="again")).ids == expected["a"].ids  # where b was
         told = await asyncio.gather(*(engine.generate(prompt, sampling, adapter=name) for name in ("c", "a", "")))
         assert [each.ids for each in told] == [expected[name].ids for name in ("c", "a", "")]
         with pytest.raises(EngineError, match="no adapter 'b'"):
