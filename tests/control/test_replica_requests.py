@@ -336,3 +336,10 @@ def test_a_run_is_served_by_vllm_only_if_it_names_one_and_apart_from_the_embedde
     attempt, token = plane.open_attempt(rest[1])
     told = plane.made(f"/api/attempts/{attempt}/claim", {"instance": "i"}, token)
     assert told["serve"]["engine"] == "vllm"
+
+
+def test_a_run_on_another_machine_is_not_deployed(plane: Served):
+    run = plane.submit(target="free")
+    told = plane.ask("POST", "/api/deployments", body={"name": "support", "run": run, "step": 1})
+    assert (told.status_code, told.json()["error"]["field"]) == (422, "target")
+    assert "is on another machine" in told.json()["error"]["message"]

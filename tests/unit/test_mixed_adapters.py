@@ -58,9 +58,7 @@ def merged(module: Any, tensors: dict[str, Tensor]) -> Any:
     return whole
 
 
-@pytest.mark.parametrize("most_columns", [0, 2**16])
-def test_each_row_answers_as_its_adapter_alone_would(base: Any, most_columns: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mixed_adapters, "_COLUMNS", {"cpu": most_columns})
+def test_each_row_answers_as_its_adapter_alone_would(base: Any, monkeypatch: pytest.MonkeyPatch):
     module, adapters = copy.deepcopy(base), {name: adapter(base, name) for name in ("a", "b")}
     adapters["c"] = adapter(base, "c", "mlp")  # fewer layers, another rank
     prompt, sampling = [5, 6, 7, 8], Sampling(12, seed=4)
@@ -76,6 +74,15 @@ def test_each_row_answers_as_its_adapter_alone_would(base: Any, most_columns: in
         expected = {name: await alone(merged(base, tensors)) for name, tensors in adapters.items()}
         expected[""] = await alone(copy.deepcopy(base))
         assert len({tuple(each.ids) for each in expected.values()}) == 4
+        monkeypatch.setattr(mixed_adapters, "_COLUMNS", {"cpu": 2**16})  # as on a GPU
+        engine = engine_of(copy.deepcopy(base))
+        for name, tensors in adapters.items():
+            await put(engine, name, tensors)
+        for names in ("cba", ["a", "", "c", "a"]):
+            told = await asyncio.gather(*(engine.generate(prompt, sampling, adapter=name) for name in names))
+            assert [each.ids for each in told] == [expected[name].ids for name in names]
+        await engine.close()
+        monkeypatch.setattr(mixed_adapters, "_COLUMNS", {})
         engine = engine_of(module)
         for name, tensors in adapters.items():
             await put(engine, name, tensors)
@@ -91,7 +98,10 @@ def test_each_row_answers_as_its_adapter_alone_would(base: Any, most_columns: in
         )
         for (name, tokens), each in zip(asked, told, strict=True):
             assert each.ids == expected[name].ids[:tokens]
+        await engine.generate(prompt, sampling, adapter="b")
         await engine.drop_adapter("b")
+        await engine.put_adapter("again", adapters["a"], {"r": RANKS["a"]}, fingerprints(adapters["a"]))
+        assert (await engine.generate(prompt, sampling, adapter="again")).ids == expected["a"].ids  # where b was
         told = await asyncio.gather(*(engine.generate(prompt, sampling, adapter=name) for name in ("c", "a", "")))
         assert [each.ids for each in told] == [expected[name].ids for name in ("c", "a", "")]
         with pytest.raises(EngineError, match="no adapter 'b'"):

@@ -101,6 +101,11 @@ class DeploymentRoutes:
             price = self.plane.prices.get(run.target)
             if price is None:
                 raise RequestRefused(422, f"target = '{run.target}': this server has it no more", field="target")
+            if run.target in self.plane.elsewhere:
+                raise RequestRefused(
+                    422, f"target = '{run.target}': is on another machine, and a replica answers on its own machine "
+                    "alone; fetch the run (`tandem pull`) and use `tandem serve` there", field="target",
+                )  # fmt: skip
             made = deployments.deploy(session, caller, body, price, now)
             return self._info(session, session.get_one(Deployment, made), now)
 

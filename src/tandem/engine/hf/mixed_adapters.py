@@ -159,8 +159,6 @@ class MixedAdapters:
         if missing or free == stacks.capacity or rank > stacks.rank:
             capacity = stacks.capacity if free < stacks.capacity else max(1, 2 * stacks.capacity)
             self._grow(stacks.places.keys() | owners, capacity, max(rank, stacks.rank))
-        for group in self._stacks.groups:
-            group.some = None
         return free
 
     def _grow(self, owners: set[str], capacity: int, rank: int) -> None:
