@@ -19,12 +19,18 @@ class FakeReplica:
     answer: Answer
     url: str = ""
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
+    hang_ups: int = 0
+    """How many of the next requests it reads and does not answer."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
         path, body = head.split()[1].decode(), json.loads(await reader.readexactly(size))
         self.asked.append((path, body))
+        if self.hang_ups:
+            self.hang_ups -= 1
+            writer.close()
+            return
         status, told = await self.answer(path, body)
         content = json.dumps(told).encode()
         fields = f"content-type: application/json\r\ncontent-length: {len(content)}\r\nconnection: close\r\n"

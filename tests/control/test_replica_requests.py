@@ -124,6 +124,22 @@ def test_a_replica_that_cannot_be_reached_is_asked_again_where_it_is_next(plane:
     asyncio.run(play())
 
 
+@ON_SQLITE
+def test_a_connection_that_is_closed_before_the_answer_is_made_again_once(plane: Served):
+    names = Names(plane)
+    names.deploy()
+
+    async def play() -> None:
+        async with replica(saying("here")) as fake:
+            await names.alive(1, fake)
+            for hang_ups, status, asked in ((0, 200, 1), (1, 200, 2), (2, 503, 2), (0, 200, 1)):
+                fake.asked.clear()
+                fake.hang_ups = hang_ups
+                assert ((await names.ask()).status_code, len(fake.asked)) == (status, asked)
+
+    asyncio.run(play())
+
+
 def test_weights_share_the_requests_out_and_a_session_stays_with_its_revision():
     found = [
         Candidate("d", 1, "r1", weight=70),

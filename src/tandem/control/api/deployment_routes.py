@@ -293,9 +293,16 @@ class DeploymentRoutes:
         began = time.monotonic()
         with ExitStack() as under_way:
             under_way.enter_context(self.plane.replicas.asked(replica.run))
+            asked_for = self._http.build_request("POST", f"{replica.url}{path}", json=body, headers=headers)
             try:
-                asked_for = self._http.build_request("POST", f"{replica.url}{path}", json=body, headers=headers)
-                told = await self._http.send(asked_for, stream=True)
+                try:
+                    told = await self._http.send(asked_for, stream=True)
+                except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+                    # A kept connection can be closed in the moment in which it is taken: once more, on another one.
+                    try:
+                        told = await self._http.send(asked_for, stream=True)
+                    except httpx.ConnectError:
+                        raise error from None
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 self.plane.replicas.lost(replica)
                 return None
