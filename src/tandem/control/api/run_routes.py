@@ -36,6 +36,7 @@ from tandem.shapes.runs import (
     UsagePage,
 )
 from tandem.spec.load import parse_spec
+from tandem.spec.parallel import check_one_host
 
 READ_BYTES = 4 * 2**20
 """The most bytes of one answer from a file."""
@@ -75,7 +76,7 @@ class RunRoutes:
 
     async def _checked(self, request: Request, body: PlanBody | SubmitBody) -> str:
         """Check a spec and its target; return the spec's name."""
-        read = partial(_spec_name, body.spec_toml)
+        read = partial(_spec_name, body.spec_toml, starts=isinstance(body, SubmitBody))
         name = await aside(request)(read) if len(body_at_hand(request)) > AT_ONCE_BYTES else read()
         if body.target not in self.plane.prices:
             known = ", ".join(sorted(self.plane.prices)) or "none"
@@ -244,10 +245,13 @@ class RunRoutes:
         return answer(UsagePage(items=found, next=found[-1].key if len(found) == limit else ""))
 
 
-def _spec_name(text: str) -> str:
-    """Check a spec; return its run's name."""
+def _spec_name(text: str, *, starts: bool) -> str:
+    """Check a spec; return its run's name. `starts`: it is not only planned."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RequestRefused(422, f"spec_toml: is not TOML: {error}", field="spec_toml") from None
-    return parse_spec(raw).name
+    spec = parse_spec(raw)
+    if starts:
+        check_one_host(spec.parallel)
+    return spec.name
