@@ -86,15 +86,19 @@ def test_a_run_that_slurm_preempts_goes_on_and_its_secret_is_in_the_trainers_env
     control = Control(tmp_path, f'{targets}kind = "slurm"\nconf = "{cluster.conf}"\n')
     try:
         control.ask("POST", "/api/secrets", {"name": "CANARY", "value": canary.decode()})
-        (tmp_path / "sees.py").write_text(SEES + ENVIRONMENT)
+        hold = tmp_path / "hold"
+        waits = f"while pathlib.Path({str(hold)!r}).exists(): await asyncio.sleep(0.05)\n        reply ="
+        (tmp_path / "sees.py").write_text("import asyncio\n" + SEES + ENVIRONMENT.replace("reply =", waits))
         run = control.submit(STEPS, "there", ["CANARY"], environment={"name": str(tmp_path / "sees.py")})
         until(lambda: control.steps(run) >= 3)
+        hold.touch()  # so that the run does not end before it is preempted
         found = control.look_for(canary, [run], cluster.root)
         assert any(holds(Path(f"/proc/{pid}/environ"), canary) for pid in control.processes("train"))
         (agent,) = control.processes("--once")
         assert not holds(Path(f"/proc/{agent}/environ"), canary)
         (job,) = cluster.tell("squeue", "--noheader", "--format=%i", "--states=RUNNING").split()
         cluster.tell("scancel", "--signal=TERM", "--full", job)
+        hold.unlink()
         until(lambda: control.state(run) == "waiting")
         found += control.look_for(canary, [run], cluster.root)
         until(lambda: control.state(run) in ("succeeded", "failed"), 200)

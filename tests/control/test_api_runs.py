@@ -32,6 +32,12 @@ def test_a_submitted_run_is_queued_once_for_each_idempotency_key(plane: Served):
     assert plane.woken
 
 
+TWO_HOSTS = """parallel = { ranks = 4, hosts = 2 }
+engine = { kind = "server" }
+sync = { bridge = "broadcast" }
+"""
+
+
 @pytest.mark.parametrize(
     ("change", "field", "says"),
     [
@@ -39,6 +45,7 @@ def test_a_submitted_run_is_queued_once_for_each_idempotency_key(plane: Served):
         ({"spec_toml": "recipe = 1"}, "", "recipe"),
         ({"spec_toml": "recipe = "}, "spec_toml", "is not TOML"),
         ({"spec_toml": SPEC.replace("steps = 1", "steps = -1")}, "", "train.steps"),
+        ({"spec_toml": SPEC + TWO_HOSTS}, "", "parallel.hosts = 2: a control plane starts"),
         ({"surprise": 1}, "surprise", ""),
         ({"project": "nowhere"}, "project", "there is none of this name"),
         ({"name": "a\nb"}, "", "name"),

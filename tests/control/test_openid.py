@@ -143,6 +143,12 @@ def test_a_key_is_renewed_for_the_same_person_only_and_not_once_it_was_revoked(p
     assert _login(plane, SIGNING.token(None, now, sub="r1"), first["key"][:-1] + "x").status_code == 401
     plane.made(f"/api/keys/{first['id']}/revoke", {}, plane.key("keys"))
     assert _login(plane, SIGNING.token(None, now, sub="r1"), first["key"]).status_code == 401
+    stranger = _login(plane, SIGNING.token(_nonce(plane), now, sub="r3")).json()
+    plane.now[0] = now = now + 31 * 86_400_000
+    third = _login(plane, SIGNING.token(_nonce(plane), now, sub="r1")).json()
+    known = {each["id"] for each in plane.ask("GET", "/api/keys", plane.key("keys")).json()["items"]}
+    assert known >= {third["id"], stranger["id"]}
+    assert not known & {first["id"], second.json()["id"]}  # they were forgotten
 
 
 def test_a_new_key_of_the_provider_is_fetched_and_forged_ones_do_not_fetch_again_and_again(plane: Served):

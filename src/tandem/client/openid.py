@@ -175,7 +175,7 @@ class _Loopback:
             self._server.handle_request()
         if "code" in self.found:
             return self.found["code"]
-        why = self.found.get("error", "nobody has signed in within five minutes")
+        why = self.found.get("error", "the sign-in took longer than five minutes")
         raise ControlNotAllowed(f"the OpenID provider gave no code: {why:.200}; sign in again", status=401)
 
     def __enter__(self) -> _Loopback:

@@ -38,6 +38,7 @@ FRESH_MS = 600_000
 """How old a nonce may be, and how long ago the provider may have signed an ID token."""
 _SKEW_S = 30
 _KEYS_MS, _KEYS_AGAIN_MS = 3_600_000, 30_000
+_KEPT_MS = 30 * 86_400_000  # an expired key of a person, which can still be renewed
 ANYONE = "*"
 
 Fetch = Callable[[str, Mapping[str, str]], Awaitable[Any]]
@@ -226,6 +227,8 @@ class OpenIdProvider:
         if session.get(Answered, used) is not None:
             raise _refused("it has been used")
         session.add(Answered(id=used, at=now, digest=person.token, answer={}))
+        who = " ".join(person.name.split(" ")[:2])
+        session.execute(sa.delete(Key).where(Key.name.startswith(who), Key.expires_at < now - _KEPT_MS))
         grant = self.grant(person)
         org, project = _place_of(session, grant)
         token = new_key_token(key_id := new_id("key"))

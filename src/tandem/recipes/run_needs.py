@@ -7,6 +7,7 @@ from dataclasses import replace
 from tandem.errors import ProviderRefused, SpecError
 from tandem.protocols import Provider
 from tandem.spec.load import parse_spec
+from tandem.spec.parallel import check_one_host
 from tandem.spec.run import RunSpec
 from tandem.spec.toml import parse_toml
 from tandem.types import Need
@@ -20,13 +21,10 @@ async def need_of(spec_toml: str, provider: Provider, *, serves: bool = False) -
     it."""
     try:
         spec = parse_spec(parse_toml(spec_toml, "the run's spec"))
+        if not serves:
+            check_one_host(spec.parallel)
     except SpecError as error:
         raise ProviderRefused(f"this release refuses the run's spec: {error}") from error
-    if spec.parallel.hosts > 1 and not serves:
-        raise ProviderRefused(
-            f"parallel.hosts = {spec.parallel.hosts}: a control plane starts runs of one host so far; set it to 1, or "
-            "start the run by torchrun (docs/parallel.md)"
-        )
     without = Need()
     if spec.device == "cpu":
         return without

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from tandem.errors import SpecError
 from tandem.spec.base import Spec
 from tandem.spec.model import ModelSpec
 from tandem.spec.train import Stage
@@ -50,6 +51,15 @@ class ParallelSpec(Spec):
 
 
 ONE_PROCESS = ParallelSpec()
+
+
+def check_one_host(parallel: ParallelSpec) -> None:
+    """SpecError if a control plane cannot start a run, because it needs several hosts."""
+    if parallel.hosts > 1:
+        raise SpecError(
+            f"parallel.hosts = {parallel.hosts}: a control plane starts runs of one host so far; set it to 1, or start "
+            "the run by torchrun (docs/parallel.md)"
+        )
 
 
 def settled(parallel: ParallelSpec, *, deterministic: bool) -> ParallelSpec:

@@ -38,6 +38,7 @@ from tandem.shapes.runs import (
 from tandem.spec.environment import packages_in
 from tandem.spec.load import parse_spec
 from tandem.spec.package_names import package_name
+from tandem.spec.parallel import check_one_host
 
 READ_BYTES = 4 * 2**20
 """The most bytes of one answer from a file."""
@@ -77,7 +78,7 @@ class RunRoutes:
 
     async def _checked(self, request: Request, body: PlanBody | SubmitBody) -> tuple[str, bool]:
         """Check a spec and its target; return its run's name, and whether it leaves a package's version open."""
-        read = partial(_read_spec, body.spec_toml)
+        read = partial(_read_spec, body.spec_toml, starts=isinstance(body, SubmitBody))
         found = await aside(request)(read) if len(body_at_hand(request)) > AT_ONCE_BYTES else read()
         if body.target not in self.plane.prices:
             known = ", ".join(sorted(self.plane.prices)) or "none"
@@ -249,13 +250,16 @@ class RunRoutes:
         return answer(UsagePage(items=found, next=found[-1].key if len(found) == limit else ""))
 
 
-def _read_spec(text: str) -> tuple[str, bool]:
-    """Check a spec; return its run's name, and whether it names a package without a version."""
+def _read_spec(text: str, *, starts: bool) -> tuple[str, bool]:
+    """Check a spec; return its run's name, and whether it names a package without a version. `starts`: it is not only
+    planned."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RequestRefused(422, f"spec_toml: is not TOML: {error}", field="spec_toml") from None
     spec = parse_spec(raw)
+    if starts:
+        check_one_host(spec.parallel)
     environment = getattr(spec, "environment", None)
     names = [] if environment is None or environment.pins else packages_in(environment.name, environment.params)
     return spec.name, any(not package_name(name).version for name in names)
