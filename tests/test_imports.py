@@ -439,7 +439,7 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
 
 
 def test_every_package_that_is_imported_is_declared_where_it_is_imported():
-    """The control plane has what `[control]` brings, and all else must do without that."""
+    """The control plane has what its extras bring, and all else must do without that."""
     project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
     extras = {"": project["dependencies"], **project["optional-dependencies"]}
 
@@ -447,7 +447,7 @@ def test_every_package_that_is_imported_is_declared_where_it_is_imported():
         wanted = [each for extra in among for each in extras[extra]]
         return {re.split(r"[^\w-]", each.lower())[0].replace("-", "_") for each in wanted}
 
-    plane = brought(["", "control", "postgres"])
+    plane = brought(["", "control", "oidc", "postgres"])
     others = brought(extras.keys() - {"control", "postgres", "docs", "dev"})
     for each in ours():
         name = each.module.partition(".")[0]

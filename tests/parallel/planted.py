@@ -43,11 +43,11 @@ class Planter:
     @torch.no_grad()
     def plant(self, what: str, *, back: bool) -> None:
         if what == "optimizer state of a host that differs":
-            for key, tensor in self.member._made._optimizer.state().items() if self.crew.rank else ():
+            for key, tensor in self.member.made._optimizer.state().items() if self.crew.rank else ():
                 if key.endswith("|exp_avg"):
                     tensor.mul_(0.5 if back else 2.0)  # exact, both ways
             return
-        rows = self.member._built.policy.inner.rows  # pyright: ignore[reportAttributeAccessIssue]
+        rows = self.member.built.policy.inner.rows  # pyright: ignore[reportAttributeAccessIssue]
         if what == "rows swapped between ranks":
             mine = next(each.tensor for each in rows.local if each.name.endswith("q_proj.weight"))
             theirs = torch.empty_like(mine)
@@ -72,7 +72,7 @@ class Planter:
         if what == "a rotary table that differs":
             next(rows._module.buffers())[1] += -0.25 if back else 0.25
         if what == "a rank that is a version behind":
-            self.member._made.version += 1 if back else -1
+            self.member.made.version += 1 if back else -1
 
 
 def lead(home: Path) -> dict[str, Any]:
@@ -264,14 +264,14 @@ def without(trainer: Any, names: list[str]) -> dict[str, str]:
 
 def kept_alone(rows: Any) -> list[bool]:
     """Of each sum to come: whether its tensors keep no memory but their own."""
-    summed, found = rows._sum_of_whole, list[bool]()
+    summed, found = rows.sum_of_whole, list[bool]()
 
     def watched() -> dict[str, Any]:
         made = summed()
         found.append(all(each.untyped_storage().nbytes() == each.nbytes for each in made.values()))
         return made
 
-    rows._sum_of_whole = watched
+    rows.sum_of_whole = watched
     return found
 
 
@@ -287,9 +287,9 @@ if __name__ == "__main__":
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(lead(Path(sys.argv[1]))), flush=True)
     else:
-        from tandem.recipes.crew import _given_store
+        from tandem.recipes.crew import given_store
 
-        crew = Crew(_given_store(), 1, 2, device=torch.device("cpu"), deadline_s=60.0)
+        crew = Crew(given_store(), 1, 2, device=torch.device("cpu"), deadline_s=60.0)
         member = build.Member(crew)
         crew.handle("begin", member.begin)
         Planter(crew, member)

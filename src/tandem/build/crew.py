@@ -255,21 +255,21 @@ class Member:
 
     def _model(self, max_context: int) -> training.BuiltModel | None:
         spec = self._spec
-        self._built = training.model(
+        self.built = training.model(
             spec.model, spec.precision, spec.seed, self._crew.device, max_context, crew=self._crew,
             parallel=settled(spec.parallel, deterministic=spec.deterministic),
             in_engine=isinstance(spec, RlSpec) and spec.sync.traits.shares_memory,
         )  # fmt: skip
-        return self._built if self._crew.rank == 0 else None
+        return self.built if self._crew.rank == 0 else None
 
     def _trainer(self, stage: str, version: int) -> Trainer | None:
         from tandem.optim.optimizer import metrics_of
         from tandem.train.crew_trainer import CrewTrainer
 
-        spec, built = self._spec, self._built
+        spec, built = self._spec, self.built
         its_stage = getattr(spec, stage)
         policy: Any = cast("Any", built.policy).inner
-        self._made = CrewTrainer(
+        self.made = CrewTrainer(
             self._crew,
             policy,
             self._algorithm(its_stage),
@@ -289,7 +289,7 @@ class Member:
             update_metrics=metrics_of,
             **training.trainer_options(its_stage, built, version),
         )
-        return self._made if self._crew.rank == 0 else None
+        return self.made if self._crew.rank == 0 else None
 
     def _ranks(self, rows: Any) -> RankGroup | None:
         """Return the ranks that have the other rows of what is trained; None if this rank has all."""
@@ -305,7 +305,7 @@ class Member:
         publisher moves its weights there."""
         from tandem.bridge.shared.sender import WorkerMemory, check_worker
 
-        policy: Any = cast("Any", self._built.policy).inner
+        policy: Any = cast("Any", self.built.policy).inner
         handle = handles[self._crew.rank]
         check_worker(handle, self._crew.device, policy.held())
         if self._crew.rank:
@@ -314,13 +314,13 @@ class Member:
 
     def _send(self, link: dict[str, Any]) -> Mapping[str, str] | None:
         """Send this rank's rows when rank 0 sends its own; where they are in a worker's memory, say so."""
-        policy: Any = cast("Any", self._built.policy).inner
+        policy: Any = cast("Any", self.built.policy).inner
         if cast("RlSpec", self._spec).sync.traits.shares_memory:
             if self._memory is None:
                 raise SyncError("shared: this rank has mapped no memory to train in")
-            return self._memory.announce(policy.weights(self._made.version, "live")).fingerprints
+            return self._memory.announce(policy.weights(self.made.version, "live")).fingerprints
         self._sender = self._sender or _rank_sender(self._crew, cast("RlSpec", self._spec))
-        self._sender(link, policy.weights(self._made.version, "full"))
+        self._sender(link, policy.weights(self.made.version, "full"))
         return None
 
     def _algorithm(self, stage: Any) -> Any:

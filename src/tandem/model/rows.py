@@ -180,7 +180,7 @@ class Rows:
             for parameter in _fsdp_params(unit):  # or FSDP2 keeps them, and adds the next round's
                 parameter.sharded_param.grad = None
         if self.whole:
-            found |= self._sum_of_whole()
+            found |= self.sum_of_whole()
         return found
 
     @property
@@ -205,7 +205,7 @@ class Rows:
             self._unread = torch.empty(count, dtype=dtype, device=device)
         return self._unread[:count]
 
-    def _sum_of_whole(self) -> dict[str, Tensor]:
+    def sum_of_whole(self) -> dict[str, Tensor]:
         taken = self._leaf.sums()
         flat = torch.cat([taken.get(name, torch.zeros_like(each)).float().flatten() for name, each in self.whole])
         del taken

@@ -71,14 +71,14 @@ def launched() -> Iterator[None]:
         if is_follower():
             from tandem.build import crew as build
 
-            build.refuse(_given_store(), int(os.environ["RANK"]), error)
+            build.refuse(given_store(), int(os.environ["RANK"]), error)
         raise
     finally:
         given = given_by_launcher()  # crew_of hides it once the ranks have met
         if given is not None and given[0] == 0:
             from tandem.build import crew as build
 
-            build.call_off(_given_store())
+            build.call_off(given_store())
 
 
 def follow(spec: RunSpec, directory: Path | None = None, *, patience_s: float | None = None) -> None:
@@ -93,7 +93,7 @@ def follow(spec: RunSpec, directory: Path | None = None, *, patience_s: float | 
     connected = threading.Event()
     if patience_s is not None:
         threading.Thread(target=_end_unless, args=(connected, patience_s), name="connect", daemon=True).start()
-    store = _given_store()
+    store = given_store()
     connected.set()
     with suppress(SystemExit):  # rank 0 has nothing to train; the caller then calls end_follower(), as after a run
         build.follow(store, rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks, directory=directory)
@@ -130,7 +130,7 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
     try:
         from tandem.build import crew as build
 
-        store = _given_store() if processes is None else _own_store(processes)
+        store = given_store() if processes is None else _own_store(processes)
         local_rank, local_ranks = _local() if processes is None else (0, spec.parallel.ranks)
         crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
         _hide_launcher()
@@ -267,7 +267,7 @@ def _local() -> tuple[int, int]:
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
 
 
-def _given_store() -> Any:
+def given_store() -> Any:
     """Return the store that the launcher's variables name."""
     dist: Any = import_module("torch.distributed")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agents have it
