@@ -408,7 +408,7 @@ class EmbeddedEngine:
 
     def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
         """Return the logits after each request's prompt. Equal prompts are computed once."""
-        wave.sort(key=lambda request: request.adapter)  # rows of one adapter side by side: mixed_adapters.py
+        wave.sort(key=lambda request: self._adapters.place(request.adapter))
         first, last = len(self._running), len(self._running) + len(wave)
         prompts: dict[tuple[str, tuple[int, ...]], int] = {}
         copies = [

@@ -100,6 +100,10 @@ class MixedAdapters:
     def names(self) -> tuple[str, ...]:
         return tuple(self._slots)
 
+    def place(self, name: str) -> int:
+        """Rows in the order of these numbers cost least."""
+        return self._slots.get(name, -1)
+
     # --- adapters
 
     @torch.no_grad()
