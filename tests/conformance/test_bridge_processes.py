@@ -133,6 +133,7 @@ def test_an_engines_end_imports_nothing_that_other_environments_lack(engine: End
         "digest_layout",
         "named_tensors",
         "option_report",
+        "parts",
         "phase_timer",
     )
     allowed |= {f".ops.{name}" for name in helpers} | {".spec", ".spec.bridges", ".vllm_worker.weight_sources"}

@@ -340,13 +340,12 @@ def export(bench: Bench) -> None:
 
 def ranks(bench: Bench) -> None:
     from tandem.model.load_rows import opened_model
+    from tandem.ops.parts import box_of_rank
 
     module = bench.plain()
     with opened_model(str(bench.path), "main", "sdpa") as (skeleton, rows_of):
         for (name, parameter), whole in zip(skeleton.named_parameters(), module.parameters(), strict=True):
-            if not torch.equal(
-                rows_of(parameter, 0, len(parameter)), whole.reshape(len(whole), -1).reshape(whole.shape)
-            ):
+            if not torch.equal(rows_of(parameter, box_of_rank(parameter.shape, 0, 1)), whole):
                 raise Different(f"the rows of {name} are not the weight's")
 
 
