@@ -55,6 +55,8 @@ class Planter:
             dist.recv(theirs, 1 - self.crew.rank)
             work.wait()
             mine.copy_(theirs)
+        if what == "a matrix that is written where it is served":
+            next(each.tensor for each in rows.local if each.name.endswith("up_proj.weight")).mul_(0.5 if back else 2.0)
         if self.crew.rank == 0:
             return
         if what == "weights that are elsewhere again":
@@ -246,6 +248,10 @@ def in_engine(crew: Crew, home: Path) -> dict[str, Any]:
     trainer.load(home / "in-engine")
     found["in the engine: loaded"] = moved and served(workers, shapes) == then and trainer.score(ids, 20) == scores
     found["in the engine: published after that"] = publish(workers)
+    crew.order("plant", what="a matrix that is written where it is served", back=False)
+    others = trainer.score(ids, 20)
+    crew.order("plant", what="a matrix that is written where it is served", back=True)
+    found["in the engine: computed with what is there"] = others != scores and trainer.score(ids, 20) == scores
     for what in ("weights that are elsewhere again", "a norm that differs"):
         crew.order("plant", what=what, back=False)
         found[what] = publish(workers)

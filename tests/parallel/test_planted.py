@@ -94,6 +94,7 @@ def test_what_ranks_train_in_the_memory_of_workers_is_what_these_serve(found):
 def test_a_checkpoint_is_loaded_into_the_memory_of_workers(found):
     assert found["in the engine: loaded"]
     assert found["in the engine: published after that"] == "proven 0"
+    assert found["in the engine: computed with what is there"]
 
 
 def test_pieces_that_are_not_what_is_trained_are_named(found):
