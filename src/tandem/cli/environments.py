@@ -11,6 +11,10 @@ import typer
 from tandem.cli import packages
 from tandem.cli.options import AsJson, Thinking
 
+Params = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one parameter of the environment. Repeatable."),
+]
 env_app = typer.Typer(help="Create, try and serve environments: the source of tasks and rewards.", no_args_is_help=True)
 
 
@@ -29,10 +33,7 @@ def env_new(
 @env_app.command("try")
 def env_try(
     name: Annotated[str, typer.Argument(help="A spec, arithmetic, sort, package.module:Class, or a file path.")],
-    params: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set one parameter of the environment. Repeatable."),
-    ] = None,
+    params: Params = None,
     split: Annotated[Literal["train", "eval"], typer.Option(help="Which tasks to take.")] = "eval",
     index: Annotated[int, typer.Option(min=0, help="Number of the task within the split.")] = 0,
 ) -> None:
@@ -51,10 +52,7 @@ def env_serve(
     engine: Annotated[str, typer.Option(help="URL of an engine, as `tandem engine serve` prints it.")],
     engine_token_file: Annotated[Path, typer.Option(help="File with the engine's token.")],
     model: Annotated[str, typer.Option(help="Directory or hub id of the engine's model, for its tokenizer.")],
-    params: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set one parameter of the environment. Repeatable."),
-    ] = None,
+    params: Params = None,
     judge: Annotated[
         list[str] | None,
         typer.Option(

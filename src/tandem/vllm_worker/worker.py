@@ -27,6 +27,7 @@ from tandem.bridge.shared.receiver import SharedEnd
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.device_names import device_name
+from tandem.ops.named_tensors import whereabouts
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import WeightSource
 from tandem.spec.bridges import traits_of
@@ -386,15 +387,11 @@ class EngineWorker:
 
     def _parameters(self) -> dict[str, str]:
         """Return the memory of each of the model's parameters. Their shapes fix where in them a tensor is."""
-        return {path: _whereabouts(param) for path, param in self._model.named_parameters(remove_duplicate=False)}
+        return {path: whereabouts(param) for path, param in self._model.named_parameters(remove_duplicate=False)}
 
 
 def _added(some: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
     return {name: some.get(name, 0.0) + others.get(name, 0.0) for name in (*some, *others)}
-
-
-def _whereabouts(tensor: Tensor) -> str:
-    return f"{tensor.data_ptr():x} {list(tensor.shape)} {list(tensor.stride())} {tensor.dtype}"
 
 
 def _vllm_version() -> str:

@@ -37,6 +37,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, "")
 
 
+def _described(tensor: Tensor, offset: int) -> dict[str, Any]:
+    """Return a tensor's entry in a handle, at this offset in bytes."""
+    stride = list(tensor.stride())
+    return {"offset": offset, "shape": list(tensor.shape), "stride": stride, "dtype": dtype_name(tensor.dtype)}
+
+
 class Segment:
     """Tensors by name in one shared mapping."""
 
@@ -53,12 +59,7 @@ class Segment:
         for name, tensor in tensors.items():
             if tensor.dtype not in _NAMES:
                 raise SyncError(f"shared memory: '{name}' is {tensor.dtype}, which cannot be shared")
-            places[name] = {
-                "offset": end,
-                "shape": list(tensor.shape),
-                "stride": list(tensor.contiguous().stride()),
-                "dtype": _NAMES[tensor.dtype],
-            }
+            places[name] = _described(tensor.contiguous(), end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
         descriptor = os.memfd_create("tandem-weights", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, end)
@@ -111,14 +112,8 @@ class Segment:
 
     def lend(self, tensors: Mapping[str, Tensor]) -> None:
         """Name these views of this memory in the handle, in place of what it has now."""
-        width = {name: tensor.element_size() for name, tensor in tensors.items()}
         places = {
-            name: {
-                "offset": tensor.storage_offset() * width[name],
-                "shape": list(tensor.shape),
-                "stride": list(tensor.stride()),
-                "dtype": dtype_name(tensor.dtype),
-            }
+            name: _described(tensor, tensor.storage_offset() * tensor.element_size())
             for name, tensor in tensors.items()
         }
         self.handle = {**self.handle, "tensors": places}

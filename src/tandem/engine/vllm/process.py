@@ -100,10 +100,8 @@ class VllmOptions:
         given += ["--enable-sleep-mode"] if self.sleeps and not self.why_awake else []
         if self.adapter_slots:
             # vLLM's CPU build computes rows without an adapter with its last slot, which therefore stays empty.
-            slots, rank = (
-                str(self.adapter_slots + (self.device == "cpu")),
-                next(rank for rank in _RANKS if rank >= self.max_rank),
-            )
+            slots = str(self.adapter_slots + (self.device == "cpu"))
+            rank = next(rank for rank in _RANKS if rank >= self.max_rank)
             given += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(rank)]
             given += ["--additional-config", _COMPILED] if self.device != "cpu" else []
         if is_since(version, 0, 32):  # token ids in and out must be enabled
