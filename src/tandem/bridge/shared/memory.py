@@ -113,7 +113,7 @@ class Segment:
     def lend(self, tensors: Mapping[str, Tensor]) -> None:
         """Name these views of this memory in the handle, in place of what it has now."""
         places = {
-            name: _described(tensor, tensor.storage_offset() * tensor.element_size())
+            name: _described(tensor, int(tensor.storage_offset()) * tensor.element_size())
             for name, tensor in tensors.items()
         }
         self.handle = {**self.handle, "tensors": places}
