@@ -14,10 +14,13 @@ from typing import Any
 import crew_member
 import pytest
 import tomli_w
+import torch
 import torch.distributed as dist
 
+from tandem.errors import RankLost
+from tandem.runs.rank_processes import RankProcesses
 from tandem.spec.load import parse_spec
-from tandem.train.crew import call_off
+from tandem.train.crew import Crew, call_off
 
 SCENARIOS = {
     "raises": "rank {last} on host {host}: ValueError: CUDA out of memory, or so",
@@ -112,6 +115,32 @@ def test_a_rank_whose_rank_0_stands_still_before_they_have_met_ends_by_itself(tm
         )  # fmt: skip
     assert done.returncode == 1
     assert "rank 0 has not answered for" in done.stderr
+
+
+_STARTS = """
+import os, signal, sys, time
+from pathlib import Path
+from tandem.runs.rank_processes import Starting
+
+Starting(Path(sys.argv[1]), int(os.environ["RANK"]))
+time.sleep(1.0)
+if os.environ["RANK"] == "2":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_stands_still_while_it_starts_is_named_and_one_that_starts_slowly_is_not(tmp_path):
+    processes = RankProcesses(3, tmp_path, [sys.executable, "-c", _STARTS, str(tmp_path)])
+    try:
+        store = dist.TCPStore("127.0.0.1", processes.port, is_master=True, wait_for_workers=False,
+                              master_listen_fd=processes.listening.detach())  # fmt: skip
+        started = time.monotonic()
+        with pytest.raises(RankLost, match=f"rank 2 on host {socket.gethostname()}: shows no sign of life for "):
+            Crew(store, 0, 3, device=torch.device("cpu"), deadline_s=4.0, children=processes)
+        assert 4 < time.monotonic() - started < 60
+    finally:
+        processes.close(0.0)
 
 
 _CALLED_OFF = """

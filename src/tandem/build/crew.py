@@ -133,9 +133,10 @@ def follow(
     local_rank: int,
     local_ranks: int,
     directory: Path | None = None,
+    met_others: Callable[[], None] = lambda: None,
 ) -> None:
     """Meet the other ranks as one of them, and do what rank 0 orders until the run has ended. `directory`: the run's,
-    as this rank's own command line names it."""
+    as this rank's own command line names it. `met_others` is called once, when they have met."""
     import signal
 
     from tandem.train.crew import Crew
@@ -156,6 +157,7 @@ def follow(
     training.import_model_code(spec)
     crew = Crew(store, rank, ranks, device=device, deadline_s=spec.parallel.deadline_s)
     met.append(crew)
+    met_others()
     member = Member(crew, directory)
     crew.handle("begin", member.begin)
     try:

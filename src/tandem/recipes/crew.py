@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -81,10 +81,16 @@ def launched() -> Iterator[None]:
             build.call_off(given_store())
 
 
-def follow(spec: RunSpec, directory: Path | None = None, *, patience_s: float | None = None) -> None:
+def follow(
+    spec: RunSpec,
+    directory: Path | None = None,
+    *,
+    patience_s: float | None = None,
+    met_others: Callable[[], None] = lambda: None,
+) -> None:
     """Run the rank that the launcher's variables name (not rank 0) until rank 0 ends the run. `directory`: the run's,
     if the command line of this rank names it. `patience_s`: end if rank 0's store does not answer within this time;
-    None: torch decides."""
+    None: torch decides. `met_others` is called when the ranks have met."""
     from tandem.build import crew as build
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -96,7 +102,16 @@ def follow(spec: RunSpec, directory: Path | None = None, *, patience_s: float | 
     store = given_store()
     connected.set()
     with suppress(SystemExit):  # rank 0 has nothing to train; the caller then calls end_follower(), as after a run
-        build.follow(store, rank, ranks, spec, local_rank=local_rank, local_ranks=local_ranks, directory=directory)
+        build.follow(
+            store,
+            rank,
+            ranks,
+            spec,
+            local_rank=local_rank,
+            local_ranks=local_ranks,
+            directory=directory,
+            met_others=met_others,
+        )
 
 
 def end_follower() -> NoReturn:

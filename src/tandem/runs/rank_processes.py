@@ -8,13 +8,41 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.errors import SpecError
 from tandem.io.child_process import Child
 
 _LOOPBACK = "127.0.0.1"
+
+
+_BEAT_S = 0.2
+
+
+class Starting:
+    """A rank's signs of life while it imports what it needs, until it has met the others. On a thread of its own."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        """`directory`: of the run."""
+        self._file = life_file(directory, rank)
+        self._met = threading.Event()
+        threading.Thread(target=self._beat, name="starting", daemon=True).start()
+
+    def met(self) -> None:
+        """From now on the rank shows its life to the others by itself."""
+        self._met.set()
+
+    def _beat(self) -> None:
+        while not self._met.wait(_BEAT_S):
+            with suppress(OSError):  # of a disk that fails; then this rank counts as silent
+                self._file.touch()
+
+
+def life_file(directory: Path, rank: int) -> Path:
+    return directory / "ranks" / f"{rank}.starts"
 
 
 def given_by_launcher() -> tuple[int, int] | None:
@@ -55,6 +83,7 @@ class RankProcesses:
         self.listening = socket.create_server((_LOOPBACK, 0))
         self.host, self.port = self.listening.getsockname()[:2]
         self._children: dict[int, Child] = {}
+        self._directory = directory
         for rank in range(1, ranks):
             self._children[rank] = Child(
                 command or usual,
@@ -71,6 +100,13 @@ class RankProcesses:
     def ended(self) -> Mapping[int, str]:
         """Return how each ended process ended, by rank."""
         return {rank: child.exit_report() for rank, child in self._children.items() if child.exit_code is not None}
+
+    def sign(self, rank: int) -> str:
+        """Return what changes while the process of this rank starts and does not stand still."""
+        try:
+            return str(life_file(self._directory, rank).stat().st_mtime_ns)
+        except FileNotFoundError:
+            return ""
 
     def kill(self) -> None:
         for child in self._children.values():

@@ -75,6 +75,7 @@ class Children(Protocol):
     """The processes of the other ranks, where rank 0 has started them."""
 
     def ended(self) -> Mapping[int, str]: ...  # of those that have ended: how
+    def sign(self, rank: int) -> str: ...  # changes while the process of this rank starts, and does not stand still
     def kill(self) -> None: ...  # all, at once
 
 
@@ -394,7 +395,7 @@ class _Watcher:
                     return
                 if crew.rank == 0:
                     self._look_at_children()
-                if self.all_there:
+                if crew.rank == 0 or self.all_there:  # before, `guard` looks at rank 0
                     self._look_at_signs()
             except dist.DistError as error:
                 if crew._ended:
@@ -423,11 +424,11 @@ class _Watcher:
         crew.lost(rank, f"ended: {how}")
 
     def _look_at_signs(self) -> None:
-        crew, now = self._crew, time.monotonic()
+        crew, now, all_there = self._crew, time.monotonic(), self.all_there
         others = range(1, crew.ranks) if crew.rank == 0 else (0,)
         for rank in others:
-            sign = self._store.get(f"alive/{rank}").decode()
-            if sign != self._signs.get(rank, ("", 0.0))[0]:
+            sign = self._sign_of(rank)
+            if sign is not None and (rank not in self._signs or sign != self._signs[rank][0]):
                 self._signs[rank] = sign, now
         silent_s = {rank: now - at for rank, (_, at) in self._signs.items()}
         if crew.rank:
@@ -437,10 +438,18 @@ class _Watcher:
             return
         stranded = any(self._store.check([f"stranded/{rank}"]) for rank in others)
         limit = _FEW_BEATS_S if stranded else crew._deadline_s
-        if silent := [rank for rank in others if silent_s[rank] > limit]:
+        if silent := [rank for rank in others if silent_s.get(rank, 0.0) > limit]:
             crew.lost(silent[0], f"shows no sign of life for {silent_s[silent[0]]:.0f} s (it has died or stands still)")
             return
-        self._look_at_progress(now)
+        if all_there:
+            self._look_at_progress(now)
+
+    def _sign_of(self, rank: int) -> str | None:
+        """Return what changes while a rank lives; None as long as nothing can be seen of it."""
+        if self._store.check([f"alive/{rank}"]):
+            return self._store.get(f"alive/{rank}").decode()
+        children = self._crew._children
+        return children.sign(rank) if children is not None else None
 
     def _look_at_progress(self, now: float) -> None:
         """Within an order nothing moves. A rank that has come less far than rank 0 holds the others up."""
