@@ -201,7 +201,7 @@ $(ATROPOS)/.installed: $(STAMP)
 
 # On a machine with an NVIDIA GPU and a CUDA build of torch.
 test-gpu: install
-	$(BIN)/python -m pytest tests/gpu tests/learning/test_numerics.py
+	$(BIN)/python -m pytest tests/gpu tests/conformance/test_decode_graphs.py tests/learning/test_numerics.py
 
 # The last one takes two hours, and the vLLM of `tandem engine install vllm`. Exit code 1 if a figure is missed.
 bench-gpu: install

@@ -6,8 +6,8 @@ that of answers a quarter as long, by token; its share is of the batch on the ba
 the next adapter. `by chance`: each row has one drawn at random, so some have many rows and some have none. First
 token of a cold adapter: its files are written, flushed and dropped from the page cache; the time is from the reading
 of them until a request's first token; digests of what was read and of what the engine holds are part of it. A warm
-one is loaded already. Nothing else runs meanwhile. The embedded engine computes in float32, vLLM in bfloat16. Numbers
-go to $OUT/adapters-ENGINE.json.
+one is loaded already. Nothing else runs meanwhile. Both engines compute in bfloat16 on a GPU. Numbers go to
+$OUT/adapters-ENGINE.json.
 
 python benchmarks/gpu/adapters.py hf|vllm [--shape qwen3-1.7b] [--streams 64 256] [--device cuda]
 """

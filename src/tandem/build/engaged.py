@@ -15,11 +15,13 @@ from tandem.spec.run import RlSpec, RunSpec
 def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]]:
     """Return each requested optimisation: its name, the requested value, whether it is engaged, and if not, why."""
     from tandem.model.quantized_base import quantized_parts, share
-    from tandem.ops import digest
+    from tandem.ops import digest, packed_attention
 
     module = model.policy.module
     found: list[tuple[str, Any, bool, str]] = []
     forward, chosen = model.policy.forward, module.config._attn_implementation
+    if chosen == packed_attention.NAME:  # an engine may have engaged it for its own steps
+        chosen = "sdpa"
     if spec.model.attention == "packed":
         why_not = forward.why_masked
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import RunError
 from tandem.spec.load import load_spec
 from tandem.spec.model import PathModel
-from tandem.spec.precision import Float32Precision
+from tandem.spec.precision import PrecisionSpec
 
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
@@ -71,12 +71,12 @@ def read_adapter(directory: Path) -> ServedAdapter:
     return ServedAdapter(scaled, {"r": rank}, fingerprints(scaled))
 
 
-def base_of_run(run_dir: Path, device: Any, max_context: int) -> BuiltModel:
-    """Build the base under a run's adapter, as its trainer did."""
+def base_of_run(run_dir: Path, precision: PrecisionSpec, device: Any, max_context: int) -> BuiltModel:
+    """Build the base under a run's adapter, as its trainer did, but for its precision."""
     from tandem.build import training
 
     spec, model = _base_spec(run_dir)
-    return training.model(model, Float32Precision(), spec.seed, device, max_context)
+    return training.model(model, precision, spec.seed, device, max_context)
 
 
 def base_directory(run_dir: Path, preset_into: Path) -> str:

@@ -53,7 +53,9 @@ def embedded(spec: HfEngineSpec, model: BuiltModel, *, inline: bool) -> Engine:
     """Build the embedded engine, in this process and on the trainer's module."""
     from tandem.engine.pool import EnginePool
 
-    make = _embedded(model, max_running=spec.max_running, kv_gib=spec.kv_gib / spec.replicas, inline=inline)
+    make = _embedded(
+        model, max_running=spec.max_running, kv_gib=spec.kv_gib / spec.replicas, eager=spec.eager, inline=inline
+    )
     engines = [make() for _ in range(spec.replicas)]
     return engines[0] if spec.replicas == 1 else EnginePool(engines)
 
@@ -91,7 +93,8 @@ def embedded_ahead() -> None:
 def embedded_of(spec: ServerEngineSpec, model: BuiltModel) -> Alone:
     """Build the embedded engine of a loaded model."""
     make = _embedded(
-        model, max_running=spec.max_running, kv_gib=spec.kv_gib, inline=False, on_update=spec.on_update
+        model, max_running=spec.max_running, kv_gib=spec.kv_gib, eager=spec.eager, inline=False,
+        on_update=spec.on_update,
     )  # fmt: skip
     return Alone(make(), model.renderer, model.context, model.num_ids, model)
 

@@ -24,7 +24,7 @@ MAP_FILE = "sync-map.json"
 TOLD = {
     "sleep": "engine.sleep", "sampled": "logprobs of rollouts", "on_update": "requests under way",
     "scheduler": "vLLM's scheduler", "compiled": "compiled models",
-    "beside": "adapters beside the base", "blocks": "blocks of adapters",
+    "beside": "adapters beside the base", "blocks": "blocks of adapters", "graphs": "CUDA graphs of decode steps",
 }  # fmt: skip
 """Options that an engine reports when it is attached (requested, engaged), with their names here and in a run's
 events."""

@@ -211,9 +211,11 @@ def position_bytes(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> 
 
 def cache_held(rows: int, length: int, most: int) -> tuple[int, int]:
     """Return the rows and length of the embedded engine's cache for a need. They are doubled up to `most` positions,
-    and exact beyond. There is one row more than a power of two, for an urgent request."""
+    and beyond exact but for a few positions. There is one row more than a power of two, for an urgent request."""
     wide, long = _doubled(8, rows - 1) + 1, _doubled(64, length)
-    return (wide, long) if wide * long <= most else (rows, length)
+    if wide * long <= most:
+        return wide, long
+    return rows, max(length, min(-(-length // 64) * 64, most // rows))
 
 
 def _doubled(size: int, wanted: int) -> int:

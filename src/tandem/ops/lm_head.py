@@ -34,13 +34,15 @@ class Head:
             getattr(config, "logits_scaling", None) or 1.0
         )
 
-    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, mask: Any, cache: Any = None) -> Tensor:
+    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, mask: Any, cache: Any = None, **more: Any) -> Tensor:
+        """`more`: for the attention, as ops/packed_attention.py takes it."""
         out = self.body(
             input_ids=ids_BT,
             position_ids=positions_BT,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=cache is not None,
+            **more,
         )
         return out.last_hidden_state
 

@@ -5,7 +5,8 @@ padding. Every segment is a span of queries; its keys are its own, or with a sha
 gathered. The kernel aligns the causal diagonal to the end of the keys, as a branch needs.
 
 transformers finds `attend` by the attention name in the model's config, and passes it the forward's argument `spans`.
-Without `spans`, `attend` is transformers' own SDPA, because an embedded engine shares the module.
+Without it `attend` is transformers' own SDPA, because an embedded engine shares the module; its decode steps may pass
+`ends`.
 
 Shapes: T tokens of all rows, K gathered keys, H heads, D numbers per head.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.ops import decode_attention
 from tandem.types import PackedRows, Spans
 
 NAME = "tandem_packed"
@@ -95,9 +97,13 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     spans: Spans | None = None,
+    ends: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention, as transformers calls it, with one row: [1, H, T, D]."""
+    """Compute attention, as transformers calls it: with `spans` of one row, [1, H, T, D]; with `ends` of one new token
+    for each row of a kv cache, as in ops/decode_attention.py."""
+    if ends is not None:
+        return decode_attention.attend(query[:, :, 0], key, value, ends, scaling, sliding_window)[:, None], None
     if spans is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -27,7 +27,7 @@ from tandem.serve.terminal_chat import chat_loop
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.load import load_spec
 from tandem.spec.model import PathModel
-from tandem.spec.precision import Float32Precision
+from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.types import Sampling
 
 _SLOTS = 32  # of vLLM, for the adapters that a file may name
@@ -226,11 +226,12 @@ def load_model(
     loaded."""
     with busy(f"loading {path}"):
         device = training.pick_device("auto")
+        precision = Float32Precision() if device.type == "cpu" else Bfloat16Precision(master="none")
         if isinstance(path, Path):
-            model = served_adapters.base_of_run(path, device, spec.max_context)
+            model = served_adapters.base_of_run(path, precision, device, spec.max_context)
         else:
             asked = PathModel(path=path, thinking=thinking)
-            model = training.model(asked, Float32Precision(), 0, device, spec.max_context)
+            model = training.model(asked, precision, 0, device, spec.max_context)
         engine = standalone_engines.embedded(spec, model, inline=inline)
         _publish(model, engine, version)
     return model, engine

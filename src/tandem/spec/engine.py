@@ -24,13 +24,19 @@ class _Batching(_EngineSpecBase):
     """Number of engines; requests are spread over them."""
 
 
-class HfEngineSpec(_Batching):
+class _Embedded(_Batching):
+    kv_gib: float = Field(default=4.0, gt=0)
+    """GiB of memory for the kv cache; requests that do not fit wait."""
+    eager: bool = True
+    """Decode steps are launched kernel by kernel. false: on a GPU they are CUDA graphs, with an attention kernel of
+    their own; tested on CPUs, and not yet measured on a GPU."""
+
+
+class HfEngineSpec(_Embedded):
     """The embedded engine: it runs in the trainer's process, on the trainer's module. Replicas share the module: they
     are for testing a set-up, and are not faster."""
 
     kind: Literal["hf"] = "hf"
-    kv_gib: float = Field(default=4.0, gt=0)
-    """GiB of memory for the kv cache; requests that do not fit wait."""
 
 
 class _Process(_Batching):
@@ -44,12 +50,10 @@ class _Process(_Batching):
     """How often the run restarts its own engine after it died."""
 
 
-class ServerEngineSpec(_Process):
+class ServerEngineSpec(_Embedded, _Process):
     """The embedded engine in its own process."""
 
     kind: Literal["server"] = "server"
-    kv_gib: float = Field(default=4.0, gt=0)
-    """GiB of memory for the kv cache; requests that do not fit wait."""
     on_update: OnUpdate = "continue"
     """What happens to requests in flight when a version arrives. continue: they continue with the new weights and a
     recomputed kv cache. finish: the engine completes them with the old weights first. restart: they are sampled again

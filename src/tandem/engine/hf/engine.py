@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
+from tandem.engine.hf.decode_steps import DecodeSteps
 from tandem.engine.hf.kv_cache import KvCache
 from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.sampler import Settings, draw
@@ -63,10 +64,11 @@ class EmbeddedEngine:
         inline: bool = True,
         on_update: OnUpdate = "continue",
         grammars: GrammarCompiler | None = None,
+        eager: bool = True,
         is_twin: bool = False,
     ) -> None:
-        """`grammars`: for requests with a grammar; None refuses them. `is_twin`: the module is a copy of one that was
-        checked already."""
+        """`grammars`: for requests with a grammar; None refuses them. `eager`: decode steps have masks, and are not
+        made into CUDA graphs. `is_twin`: the module is a copy of one that was checked already."""
         attention_masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
@@ -91,6 +93,12 @@ class EmbeddedEngine:
         rows = max_running + 1  # the last row is for an urgent request
         self._settings = Settings.empty(rows, self._device)
         self._last_S, self._position_S, self._drawn_S = torch.zeros(3, rows, dtype=torch.long, device=self._device)
+        self.steps: DecodeSteps | None = None
+        """Decode steps without masks; None: `eager`."""
+        if not eager:
+            self.steps = DecodeSteps(
+                module, self._head, self._cache, self._last_S, self._position_S, layers=config.num_hidden_layers
+            )
         self._waiting = AdmissionQueue(
             max_running=max_running, positions=self._kv_positions,
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
@@ -197,6 +205,8 @@ class EmbeddedEngine:
         reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
         reply["devices"] = [device_name(self._device)]
         reply["digests"] = digest.fused(next(self._module.parameters()).device)
+        if self.steps is not None:
+            reply["graphs"] = self.steps.report
         if source.carries == "adapter":
             reply["base"] = await self._call(self._holding.fingerprints)
         source.attached(reply)
@@ -217,6 +227,8 @@ class EmbeddedEngine:
             await self._pause_for_update()
             phases.end("pause")
             served = self._holding.flip(staged)
+            if self.steps is not None:
+                self.steps.weights_at(self._holding.addresses())
             self._forget(old)
             self.version = weights.version
             phases.end("apply")
@@ -441,16 +453,27 @@ class EmbeddedEngine:
         return logits_PV[copies_S]
 
     def _decode_step(self) -> Tensor:
-        rows = len(self._running)
+        rows, adapters = len(self._running), [request.adapter for request in self._running]
         positions_S = self._position_S[:rows]
         longest = self._longest()
+        if self.steps is not None and not self.steps.why_masked:
+            filled = self.steps.rows_for(rows)
+            if any(adapters) or filled * longest > self._kv_positions:
+                filled = rows
+            self._position_S[rows:filled] = 0
+            self._cache.reserve(filled, longest)
+            self._adapters.plan(adapters)
+            logits_SV = self.steps.run(filled, by_launches=any(adapters))[:rows]
+            self._cache.num_rows = rows
+            positions_S += 1
+            return logits_SV
         self._cache.reserve(rows, longest)
         self._cache.num_rows, self._cache.copies, self._cache.positions = rows, None, positions_S
         self._cache.view = min(-(-longest // 16) * 16, self._cache.length_held)
         key_T = torch.arange(self._cache.view, device=self._device)
         query_S111 = positions_S[:, None, None, None]
         mask = attention_masks.for_model(self._config, key_T <= query_S111, query_S111, key_T)
-        self._adapters.plan([request.adapter for request in self._running])
+        self._adapters.plan(adapters)
         hidden_S1H = self._head.hidden(self._last_S[:rows, None], positions_S[:, None], mask, self._cache)
         positions_S += 1
         return self._head.logits(hidden_S1H[:, 0])

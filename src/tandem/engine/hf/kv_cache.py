@@ -81,6 +81,8 @@ class KvCache(Cache):
     def __init__(self, num_layers: int, max_positions: int) -> None:
         self._max_positions = max_positions
         self.rows_held, self.length_held = 8, 64
+        self.moved = 0
+        """How often its memory was replaced."""
         self.num_rows = 0
         self.view = 0
         self.positions: Tensor = torch.zeros(0, dtype=torch.long)
@@ -94,6 +96,7 @@ class KvCache(Cache):
             return
         # From the needed size, not the current one: many short rows and then one long row do not need many long rows.
         self.rows_held, self.length_held = cache_held(rows, length, self._max_positions)
+        self.moved += 1
         for layer in self.layers:
             layer.resize(self.rows_held, self.length_held, self.num_rows)  # pyright: ignore[reportAttributeAccessIssue]
 

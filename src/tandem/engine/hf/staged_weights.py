@@ -38,6 +38,10 @@ class StagedWeights:
     def layout(self) -> dict[str, tuple[str, list[int]]]:
         return {name: (_name_of(tensor.dtype), list(tensor.shape)) for name, tensor in self._live().items()}
 
+    def addresses(self) -> list[int]:
+        """Return where the served weights are, an adapter's included."""
+        return [each.data_ptr() for each in (*self._live().values(), *self._adapter.serving().values())]
+
     def live_in(self, storage: Mapping[str, Tensor]) -> None:
         move_in(self._live().items(), storage)
 

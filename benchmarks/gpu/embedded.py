@@ -1,0 +1,99 @@
+"""Tokens a second of the embedded engine: `benchmarks/gpu/embedded.py smollm2-135m:64 qwen3-1.7b:256 qwen3-1.7b:1`.
+
+SHAPE:STREAMS, random weights in bfloat16. All requests start together: prompts of `--prompt` ids and `--tokens` new
+ones each, no end before, temperature 1. `eager`: each step is launched kernel by kernel; `graphs`: engine.eager =
+false. Each way in turn, once to warm up (graphs are recorded then) and `--rounds` times; prefill is in the time. Then
+the largest difference of logprobs between the two ways where both drew the same ids. To $OUT/embedded.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from standing import checkpoint_of
+
+from tandem.build import standalone_engines, training
+from tandem.recipes.random_checkpoints import SHAPES
+from tandem.spec.engine import HfEngineSpec
+from tandem.spec.model import PathModel
+from tandem.spec.precision import Bfloat16Precision
+from tandem.types import Completion, Sampling
+
+WAYS = {"eager": True, "graphs": False}
+
+
+async def answers(engine: Any, num_ids: int, streams: int, asked: argparse.Namespace) -> tuple[float, list[Completion]]:
+    drawn = random.Random(0)
+    prompts = [[drawn.randrange(300, num_ids - 1) for _ in range(asked.prompt)] for _ in range(streams)]
+    began = time.perf_counter()
+    requests = [engine.generate(prompt, Sampling(asked.tokens, seed=each)) for each, prompt in enumerate(prompts)]
+    found = await asyncio.gather(*requests)
+    return time.perf_counter() - began, list(found)
+
+
+async def case(shape: str, streams: int, asked: argparse.Namespace) -> dict[str, Any]:
+    made = argparse.Namespace(shape=shape, checkpoint=None, device=asked.device)
+    told: dict[str, Any] = {"shape": shape, "streams": streams}
+    given: dict[str, list[Completion]] = {}
+    for way, eager in WAYS.items():
+        device = training.pick_device(asked.device)
+        model = training.model(
+            PathModel(path=str(checkpoint_of(made))), Bfloat16Precision(master="none"), 0, device, 0
+        )  # fmt: skip
+        spec = HfEngineSpec(max_running=streams, kv_gib=asked.kv_gib, eager=eager)
+        engine: Any = standalone_engines.embedded(spec, model, inline=True)
+        engine._end_ids = frozenset()
+        rounds = [await answers(engine, model.num_ids, streams, asked) for _ in range(asked.rounds + 1)]
+        rates = [streams * asked.tokens / seconds for seconds, _ in rounds]
+        given[way] = rounds[-1][1]
+        told[way] = {"tokens_per_s": rates[1:], "warming_up": rates[0]}
+        option = engine.steps.report if engine.steps is not None else {}
+        why = f"; not engaged: {option['why_not']}" if option.get("why_not") else ""
+        middle = statistics.median(rates[1:])
+        each = ", ".join(f"{rate:,.0f}" for rate in rates)
+        print(f"{shape} x {streams}, {way}: {middle:,.0f} tokens/s ({each}){why}", flush=True)
+        await engine.close()
+        del engine, model
+        torch.cuda.empty_cache()
+    gaps = list[float]()
+    for one, other in zip(*given.values(), strict=True):
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one.ids, other.ids, strict=True))))
+        gaps += [abs(a - b) for a, b in zip(one.logprobs[:same], other.logprobs[:same], strict=True)]
+    told["gap"] = {"most": max(gaps, default=0.0), "mean": statistics.fmean(gaps) if gaps else 0.0, "tokens": len(gaps)}
+    print(f"{shape} x {streams}: {told['gap']}", flush=True)
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", metavar="SHAPE:STREAMS")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--kv-gib", type=float, default=40.0)
+    parser.add_argument("--device", default="cuda")
+    asked = parser.parse_args()
+    found = list[dict[str, Any]]()
+    for each in asked.cases:
+        shape, _, streams = each.partition(":")
+        if shape not in SHAPES or not streams.isdecimal():
+            parser.error(f"{each}: is no SHAPE:STREAMS; shapes: {', '.join(SHAPES)}")
+        found.append(asyncio.run(case(shape, int(streams), asked)))
+        (Path(os.environ.get("OUT", ".")) / "embedded.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Decode steps of the embedded engine without masks, and on a GPU as CUDA graphs.
+
+A decode step of a small model is hundreds of launches, each of which takes the host longer than the GPU. A graph is
+one launch. There is one for each number of rows: live rows are filled up to the next number with dead ones, whose place
+in the cache nothing reads before a prefill has written it. A step is recorded once it has been run by launches, so that
+no kernel is compiled meanwhile. A graph holds addresses: it is dropped when the cache or the weights move.
+
+Shapes: S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.engine.hf.kv_cache import KvCache
+from tandem.ops import attention_masks, decode_attention, option_report, packed_attention
+from tandem.ops.lm_head import Head
+
+_log = logging.getLogger(__name__)
+
+_NEAR = 0.1
+"""Largest relative difference between steps with and without masks, which in 16 bits are rounded at every operation."""
+_RUNS_BEFORE = 2
+"""A number of rows that comes up once, while a batch ends, is not worth a graph."""
+
+
+class DecodeSteps:
+    def __init__(
+        self, module: Any, head: Head, cache: KvCache, last_S: Tensor, position_S: Tensor, *, layers: int
+    ) -> None:
+        """`last_S`, `position_S`: of all rows there can be, live rows first; their memory must stay."""
+        self._head, self._cache, self._last_S, self._position_S = head, cache, last_S, position_S
+        self._mask = packed_attention.no_mask(last_S.device)
+        self._graphs, self._runs = dict[int, torch.cuda.CUDAGraph](), Counter[int]()
+        self._logits_SV: Tensor | None = None
+        self._addresses: Sequence[int] = ()
+        self._cache_moved, self._pool = -1, None
+        self._why_no_graph = "" if last_S.is_cuda else "graphs are for GPUs"
+        self.why_masked = decode_attention.why_not(module)
+        """Why steps need masks; empty if they do not."""
+        if not self.why_masked:
+            packed_attention.engage(module)
+            self._try(layers)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return option_report.requested("graphs", self.why_masked or self._why_no_graph)
+
+    @property
+    def recorded(self) -> list[int]:
+        """The numbers of rows that there is a graph of."""
+        return [*self._graphs]
+
+    def rows_for(self, live: int) -> int:
+        """Return with how many rows a step of so many live rows is run."""
+        step = 1 if live < 2 else 2 if live < 4 else 4 if live < 8 else 8 if live <= 64 else 16
+        return min(-(-live // step) * step, len(self._last_S))
+
+    def weights_at(self, addresses: Sequence[int]) -> None:
+        """The weights of the next steps are there. Graphs of weights that are elsewhere are dropped."""
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._drop()
+
+    def run(self, rows: int, *, by_launches: bool = False) -> Tensor:
+        """Return the logits of the first `rows` rows; valid until the next call. `by_launches`: this step is not like
+        others of as many rows."""
+        if self._cache.moved != self._cache_moved:
+            self._cache_moved = self._cache.moved
+            self._drop()
+        if by_launches:
+            return self._launched(rows)
+        if (graph := self._graphs.get(rows)) is not None:
+            assert self._logits_SV is not None
+            graph.replay()
+            return self._logits_SV[:rows]
+        logits_SV = self._launched(rows)
+        self._runs[rows] += 1
+        if self._runs[rows] >= _RUNS_BEFORE and not self._why_no_graph:
+            self._record(rows, logits_SV)
+        return logits_SV
+
+    def _launched(self, rows: int) -> Tensor:
+        cache, last_S, position_S = self._cache, self._last_S[:rows], self._position_S[:rows]
+        cache.num_rows, cache.copies, cache.positions, cache.view = rows, None, position_S, cache.length_held
+        hidden_S1H = self._head.hidden(last_S[:, None], position_S[:, None], self._mask, cache, ends=position_S + 1)
+        return self._head.logits(hidden_S1H[:, 0])
+
+    def _record(self, rows: int, like_SV: Tensor) -> None:
+        if self._logits_SV is None:
+            self._logits_SV = like_SV.new_empty(len(self._last_S), like_SV.shape[1])
+            self._pool = torch.cuda.graph_pool_handle()
+        into_SV = self._logits_SV[:rows]
+        try:
+            self._graphs[rows] = _recorded(lambda: into_SV.copy_(self._launched(rows)), into_SV.device, self._pool)
+        except RuntimeError as error:
+            self._why_no_graph = _first_line(error)
+            _log.warning("decode steps are launched one by one from now on: %s", self._why_no_graph)
+
+    def _drop(self) -> None:
+        self._graphs.clear()
+        self._runs.clear()
+
+    @torch.no_grad()
+    def _try(self, layers: int) -> None:
+        """Compare a step without masks, and one that is a graph, with one that has masks."""
+        head, device = self._head, self._last_S.device
+        ends_S = torch.tensor([3, 17, 9], device=device)
+        ids_ST = (torch.arange(3 * 17, device=device).view(3, 17) * 7 + 1) % head.num_ids
+        position_T, cache = torch.arange(18, device=device), KvCache(layers, 2**20)
+        cache.copies, cache.view = torch.arange(3, device=device), 17
+
+        def mask(query: Tensor, keys: int) -> Any:
+            return attention_masks.for_model(head.config, position_T[:keys] <= query, query, position_T[:keys])
+
+        def without() -> Tensor:
+            return head.hidden(ids_ST[:, :1], ends_S[:, None], self._mask, cache, ends=ends_S + 1)
+
+        try:
+            prompt_ST = position_T[None, :17].expand_as(ids_ST)
+            head.hidden(ids_ST, prompt_ST, mask(position_T[None, None, :17, None], 17), cache)
+            cache.num_rows, cache.copies, cache.positions, cache.view = 3, None, ends_S, 18
+            with_S1H = head.hidden(ids_ST[:, :1], ends_S[:, None], mask(ends_S[:, None, None, None], 18), cache)
+            found_S1H = without()
+            self.why_masked = _why_far(found_S1H, with_S1H, "steps without masks")
+            if not self.why_masked and not self._why_no_graph:
+                self._why_no_graph = _tried(without, found_S1H, with_S1H)
+        except Exception as error:  # noqa: BLE001 - a kernel is compiled and run; the plain way is there for all else
+            self.why_masked = _first_line(error)
+
+
+def _tried(launch: Callable[[], Tensor], into: Tensor, expected: Tensor) -> str:
+    """Return why a graph of `launch` cannot be used; empty if it can."""
+    try:
+        graph = _recorded(lambda: into.copy_(launch()), into.device)
+        into.zero_()
+        graph.replay()
+    except RuntimeError as error:
+        return _first_line(error)
+    return _why_far(into, expected, "recorded steps")
+
+
+def _recorded(launch: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """Return what `launch` does as a graph; RuntimeError if it waits for the GPU, or allocates outside of torch. It has
+    been run before on this thread."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # Other threads go on with their work. Graphs of one pool share its memory: no two run at a time.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+def _why_far(found: Tensor, expected: Tensor, what: str) -> str:
+    off = float((found.float() - expected.float()).norm() / expected.float().norm())
+    return "" if off < _NEAR else f"{what} give another result than with masks ({off:.3f} of the norm)"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"

@@ -1,0 +1,96 @@
+"""The attention kernel of decode steps against plain torch, and graphs of them against launches.
+
+TRITON_INTERPRET=1 runs the kernel without a GPU, but not in bfloat16, which the interpreter computes wrongly.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from engines import ARCHITECTURES, complete, make_engine, prompts
+
+from tandem.engine.hf.decode_steps import DecodeSteps
+from tandem.engine.hf.kv_cache import KvCache
+from tandem.ops import decode_attention
+from tandem.ops.lm_head import Head
+from tandem.types import Sampling
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_GPU and not os.environ.get("TRITON_INTERPRET"), reason="needs an NVIDIA GPU"),
+]
+SHAPES = {  # rows, heads, heads of keys, positions, numbers a head, window
+    "two heads share keys, many parts": (5, 4, 2, 200, 64, 0),
+    "three share, odd numbers": (3, 6, 2, 130, 80, 0),
+    "a window": (2, 8, 8, 70, 32, 17),
+    "one part": (300, 2, 2, 70, 16, 33),
+    "one row": (1, 16, 8, 900, 128, 0),
+}
+NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *[torch.bfloat16] * ON_GPU])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernel_is_plain_attention(shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    from tandem.ops import decode_attention_triton
+
+    if not ON_GPU:
+        monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+    rows, heads, key_heads, length, size, window = SHAPES[shape]
+    torch.manual_seed(0)
+    query = torch.randn(rows, heads, size).to(DEVICE, dtype)
+    held = torch.randn(2, rows + 2, key_heads, length, size).to(DEVICE, dtype)[:, :rows]
+    ends = torch.randint(1, length + 1, (rows,))
+    ends[0], ends[-1] = 1, length
+    found = decode_attention_triton.attend(query, held[0], held[1], ends.to(DEVICE), size**-0.5, window)
+    plain = decode_attention.attend(query.cpu(), held[0].cpu(), held[1].cpu(), ends, None, window or None)
+    torch.testing.assert_close(found.cpu(), plain, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs are for GPUs")
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-sliding", "gemma3-mixed"])
+def test_graphs_sample_what_launches_sample(name: str):
+    module, drawn = ARCHITECTURES[name]().to(DEVICE), random.Random(3)
+    asked = [
+        (prompt, Sampling(drawn.randint(1, 60), temperature=1.0, seed=number))
+        for number, prompt in enumerate(prompts(*[drawn.randint(1, 40) for _ in range(40)]))
+    ]
+    expected = complete(make_engine("inline", module, max_running=24), asked)
+    engine = make_engine("inline", module, max_running=24, eager=False)
+    found = complete(engine, asked)
+    assert engine.steps.report == {"requested": "graphs", "engaged": True, "why_not": ""}
+    assert len(engine.steps.recorded) > 1
+    alike = sum(one.ids == other.ids for one, other in zip(found, expected, strict=True))
+    assert alike >= 36  # a draw near an edge may go the other way by rounding
+    for one, other in zip(found, expected, strict=True):
+        if one.ids == other.ids:
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=2e-3)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs are for GPUs")
+def test_weights_that_move_are_the_ones_that_are_read():
+    module = ARCHITECTURES["llama-gqa"]().to(DEVICE)
+    position = torch.tensor([5, 9, 2, 30], device=DEVICE)
+    with torch.inference_mode():
+        cache = KvCache(2, 2**12)
+        cache.reserve(4, 32)
+        steps = DecodeSteps(module, Head(module, 64), cache, torch.arange(4, device=DEVICE), position, layers=2)
+
+        def addresses() -> list[int]:
+            return [each.data_ptr() for each in module.parameters()]
+
+        steps.weights_at(addresses())
+        before = [steps.run(4).clone() for _ in range(3)]  # the third is the graph's
+        assert steps.recorded == [4]
+        torch.testing.assert_close(before[2], before[0], rtol=0, atol=1e-3)
+        for parameter in module.parameters():
+            parameter.data = parameter.data * 1.5
+        steps.weights_at(addresses())
+        assert not steps.recorded
+        assert (steps.run(4) - before[2]).abs().max() > 1e-2

@@ -1,0 +1,51 @@
+"""Decode steps of the embedded engine without masks give what those with masks give."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engines import ARCHITECTURES, complete, make_engine, prompts
+
+from tandem.ops import decode_attention
+from tandem.types import Sampling
+
+REFUSED = {"qwen3-eager": "model.attention = 'eager'", "gemma2-softcap-mixed": "model.attention = 'eager'"}
+EACH = ["llama-gqa", "mistral-sliding", "gemma3-mixed", "granite-scaled", *REFUSED]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_steps_without_masks_sample_the_same(name: str):
+    """Rows of many lengths, more requests than rows, and ends at different times: rows move, and some are dead."""
+    module, drawn = ARCHITECTURES[name](), random.Random(3)
+    asked = [
+        (prompt, Sampling(drawn.randint(1, 24), temperature=1.0, seed=number))
+        for number, prompt in enumerate(prompts(*[drawn.randint(1, 40) for _ in range(11)]))
+    ]
+    expected = complete(make_engine("inline", module, max_running=6), asked)
+    engine = make_engine("inline", module, max_running=6, eager=False)
+    found = complete(engine, asked)
+    why = REFUSED.get(name, "")
+    assert engine.steps.why_masked == why
+    assert engine.steps.report == {"requested": "graphs", "engaged": False, "why_not": why or "graphs are for GPUs"}
+    assert [each.ids for each in found] == [each.ids for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+
+
+def test_steps_are_filled_up_to_few_numbers_of_rows_and_to_no_more_than_there_are():
+    steps = make_engine("inline", ARCHITECTURES["llama-gqa"](), max_running=256, eager=False).steps
+    rows = [steps.rows_for(live) for live in range(1, 258)]
+    assert rows[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert rows[-1] == 257  # the last one is for an urgent request
+    assert len(set(rows)) == 24
+    assert all(live <= filled <= max(live + 15, 1) for live, filled in enumerate(rows, 1))
+
+
+def test_a_module_whose_attention_goes_another_way_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """A trial compares both ways when the engine is made: of a model whose forward does not pass it on, for example."""
+    attend = decode_attention.attend
+    monkeypatch.setattr(decode_attention, "attend", lambda q, k, v, ends, *more: attend(q, k, v, ends - 1, *more))
+    steps = make_engine("inline", ARCHITECTURES["llama-gqa"](), eager=False).steps
+    assert steps.why_masked.startswith("steps without masks give another result than with masks (")
