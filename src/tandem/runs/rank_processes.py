@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -83,7 +84,7 @@ class RankProcesses:
         self.listening = socket.create_server((_LOOPBACK, 0))
         self.host, self.port = self.listening.getsockname()[:2]
         self._children: dict[int, Child] = {}
-        self._directory = directory
+        self._directory, self._started = directory, time.time()
         for rank in range(1, ranks):
             self._children[rank] = Child(
                 command or usual,
@@ -101,12 +102,14 @@ class RankProcesses:
         """Return how each ended process ended, by rank."""
         return {rank: child.exit_report() for rank, child in self._children.items() if child.exit_code is not None}
 
-    def sign(self, rank: int) -> str:
-        """Return what changes while the process of this rank starts and does not stand still."""
+    def sign(self, rank: int) -> tuple[str, float]:
+        """Return what changes while the process of this rank starts and does not stand still, and for how many seconds
+        it has not."""
         try:
-            return str(life_file(self._directory, rank).stat().st_mtime_ns)
+            changed = life_file(self._directory, rank).stat().st_mtime
         except FileNotFoundError:
-            return ""
+            changed = 0.0  # also the file of an earlier run may be there
+        return str(changed), time.time() - max(changed, self._started)
 
     def kill(self) -> None:
         for child in self._children.values():
