@@ -10,7 +10,7 @@ runs, SFT and GRPO in turn, are under way on each. A seeded generator draws when
     job            all processes of one run at once, as when a machine is gone
 
 At the end each run must be `succeeded` with the digests of `tandem train` alone, its mirror must equal its directory
-byte by byte, no two attempts of it may have trained at once, and no process may be left. Exit code 1 if one of it fails.
+byte by byte, no two attempts of it may have trained at once, no process may be left. Exit code 1 if one of it fails.
 
 python benchmarks/control_kills.py [--kills 200] [--database sqlite] [--seed 0]
 """
@@ -26,18 +26,19 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common import children_of, note, table
+from crew_kills import until
 from kept_servers import Network, Unit, kill
-from run_kills import cases
+from run_kills import cases, digest_or_error
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS / "control"), str(TESTS / "providers")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "control"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "providers"))
 
 from places import Postgres, Slurm, Sshd
 from whole_way import Control, not_mirrored
@@ -45,7 +46,6 @@ from whole_way import Control, not_mirrored
 from tandem import digest_run
 from tandem.client import Tandem
 from tandem.control.maintenance import doctor
-from tandem.errors import TandemError
 from tandem.spec.load import parse_spec, to_toml
 
 TARGETS = ("local", "ssh", "slurm")
@@ -66,10 +66,8 @@ class Kills(Control):
         self.attempts: Counter[int] = Counter()
         self._ending = ExitStack()
         self._over = threading.Event()
-        ssh_home = home / "sshd"
-        ssh_home.mkdir()
-        sshd, slurm = Sshd(ssh_home), Slurm()
-        self.slurm = slurm
+        (home / "sshd").mkdir()
+        sshd, self.slurm = Sshd(home / "sshd"), (slurm := Slurm())
         settings = {"local": "", "ssh": "".join(f"{name} = {value!r}\n" for name, value in sshd.login.items()),
                     "slurm": f'conf = "{slurm.conf}"\n'}  # fmt: skip
         targets = "".join(
@@ -77,24 +75,18 @@ class Kills(Control):
             for name, more in settings.items()
         )
 
-        def start_sshd() -> subprocess.Popen[bytes]:
-            sshd.start()
-            return sshd.process
-
         self.units = {
             "slurmctld": Unit(slurm.start_controller, slurm.controller),
             "slurmd": Unit(lambda: slurm.start_node(1), slurm.processes[1]),
             "slurmd 2": Unit(lambda: slurm.start_node(2), slurm.processes[2]),
-            "sshd": Unit(start_sshd, sshd.process),
+            "sshd": Unit(sshd.start, sshd.process),
         }
-        options: list[str] = []
+        self.database = ""
         if database == "postgresql":
             server = Postgres()
-            self.units["postgres"] = Unit(server.start, server.process)
+            self.units["postgres"], self.database = Unit(server.start, server.process), server.url
             self._ending.callback(shutil.rmtree, server.place, ignore_errors=True)
-            options += ["--database", server.url]
-        self.database = server.url if database == "postgresql" else ""
-        super().__init__(home, targets, *options)
+        super().__init__(home, targets, "--database", self.database)
         self.units["control"] = Unit(self.spawn, self.process)
         self.client = Tandem(f"http://127.0.0.1:{self.port}", self.token, patience_s=PATIENCE_S)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -110,9 +102,8 @@ class Kills(Control):
         return self.home / self.where[run] / "runs" / run
 
     def submit_one(self, target: str, kind: str) -> None:
-        run = self.client.submit(
-            self.specs[kind], target=target, name=f"{kind.lower()}-{len(self.where)}", retries=RETRIES
-        ).id
+        name = f"{kind.lower()}-{len(self.where)}"
+        run = self.client.submit(self.specs[kind], target=target, name=name, retries=RETRIES).id
         self.where[run], self.kind[run], self.live[run] = target, kind, "queued"
 
     def phase(self, run: str) -> str:
@@ -147,11 +138,7 @@ class Kills(Control):
         for one, other in pairwise(attempts):
             if other.claimed_at and other.claimed_at < (one.ended_at or one.closed_at):
                 self.problem(f"{name}: attempt {other.n} began before {one.n} had ended")
-        try:
-            digest = digest_run(self.directory(run))
-        except TandemError as error:
-            return self.problem(f"{name}: {error}")
-        if digest != self.whole[self.kind[run]]:
+        if (digest := digest_or_error(self.directory(run))) != self.whole[self.kind[run]]:
             self.problem(f"{name}: {digest} instead of {self.whole[self.kind[run]]}: {whys}")
         if differ := not_mirrored(self, run):
             self.problem(f"{name}: not mirrored: {differ}: {whys}")
@@ -187,8 +174,8 @@ class Kills(Control):
         """Return the pids of each run's processes by what they are; all of them are `job`."""
         found: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for pid, job, what in self._jobs():
-            for each in {what, "job"}:
-                found[run_of(job)][each].append(pid)
+            found[run_of(job)][what].append(pid)
+            found[run_of(job)]["job"].append(pid)
         return found
 
     def _jobs(self) -> Iterator[tuple[int, str, str]]:
@@ -204,14 +191,11 @@ class Kills(Control):
         """Look for runs that two attempts train at once."""
         told = set[str]()
         while not self._over.wait(0.3):
-            jobs: dict[str, set[str]] = defaultdict(set)
-            for _, job, what in self._jobs():
-                if what == "trainer":
-                    jobs[run_of(job)].add(job)
-            for run, several in jobs.items():
-                if len(several) > 1 and run not in told:
-                    told.add(run)
-                    self.problem(f"{run}: {sorted(several)} train at once")
+            jobs = {job for _, job, what in self._jobs() if what == "trainer"}
+            several = {run for run, count in Counter(map(run_of, jobs)).items() if count > 1} - told
+            for run in several:
+                self.problem(f"{run}: two of {sorted(jobs)} train at once")
+            told |= several
 
     def problem(self, text: str) -> None:
         self.problems.append(text)
@@ -259,7 +243,7 @@ def struck(kills: Kills, rng: random.Random, asked: argparse.Namespace) -> dict[
     """Keep runs under way and kill; wait for the end of all runs. Return what was struck, and what runs were doing."""
     told: dict[str, Counter[str]] = defaultdict(Counter)
     done, kinds = 0, list(kills.specs)
-    until = time.monotonic() + END_S
+    give_up = time.monotonic() + END_S
     while done < asked.kills or kills.live:
         kills.look()
         if done < asked.kills:
@@ -268,23 +252,15 @@ def struck(kills: Kills, rng: random.Random, asked: argparse.Namespace) -> dict[
                     kills.submit_one(target, kinds[len(kills.where) % len(kinds)])
         time.sleep(rng.uniform(0.0, 2 * asked.every))
         if done < asked.kills and (found := kills.strike(rng)):
-            done, until = done + 1, time.monotonic() + END_S
+            done, give_up = done + 1, time.monotonic() + END_S
             told[found[0]].update([*found[1], "times"])
             print(f"{done}: {found[0]}: {' '.join(found[1])}", file=sys.stderr, flush=True)
-        if time.monotonic() > until:
-            for run, state in kills.live.items():
-                kills.problem(f"{run} on {kills.where[run]} is still {state} {END_S:g} s after the last kill")
+        if time.monotonic() > give_up:
+            kills.problem(f"{END_S:g} s after the last kill: {kills.live}")
             return told
-    if not in_time(lambda: not kills.processes(), 60):
+    if not until(lambda: not kills.processes(), 60):
         kills.problem(f"processes are left: {dict(kills.processes_by_run())}")
     return told
-
-
-def in_time(true: Callable[[], bool], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while not (found := true()) and time.monotonic() < until:
-        time.sleep(0.1)
-    return found
 
 
 def main() -> None:
@@ -312,10 +288,10 @@ def main() -> None:
     several = ", ".join(f"{count} with {number}" for number, count in sorted(kills.attempts.items()))
     note(f"{asked.database}: {sum(each['times'] for each in told.values())} kills, {len(kills.where)} runs (attempts: "
          f"{several}), {len(kills.problems)} problems, must be 0; {time.monotonic() - began:.0f} s")  # fmt: skip
-    if not (asked.keep or kills.problems):
-        shutil.rmtree(home)
-    else:
+    if asked.keep or kills.problems:
         print(f"all logs are in {home}")
+    else:
+        shutil.rmtree(home)
     sys.exit(bool(kills.problems))
 
 

@@ -81,10 +81,11 @@ class Sshd:
         where = {"host": f"{getpass.getuser()}@127.0.0.1", "port": self.port}
         return {**where, "key": str(self.root / "user"), "known_hosts": str(self.root / "known")}
 
-    def start(self) -> None:
+    def start(self) -> subprocess.Popen[bytes]:
         with (self.root / "log").open("ab") as log:
             self.process = subprocess.Popen([sshd(), "-D", "-e", "-f", str(self.root / "config")], stderr=log)
         until(lambda: answers(self.port))
+        return self.process
 
     def kill(self) -> None:
         """End it and every connection that it has open."""
