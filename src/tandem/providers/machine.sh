@@ -5,7 +5,7 @@
 #   ROOT/NAME/         the job's directory, in which its command line runs
 #     console          what it printed
 #     .job/pid         its first process: pid, start time, boot id, pid of its parent. Written once: the job has begun
-#     .job/rc          its exit code, once it has ended
+#     .job/rc          the exit code of its first process. It has ended once no process of it is left
 #     .job/held        CPUs, MiB of memory, GPUs that it was given
 #     .job/term        SIGTERM was sent
 #

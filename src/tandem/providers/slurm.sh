@@ -6,7 +6,7 @@
 #     .job/id          Slurm's number of it: it was asked for
 #     .job/begun/      made by its first execution, with its number. Slurm may start a job again (a slurmctld that was killed
 #                      does, whatever --no-requeue says): a second execution finds this and ends
-#     .job/rc          its exit code, once its command line has ended: the truth, also after Slurm has forgotten the job
+#     .job/rc          its exit code, once no process of it is left: the truth, also after Slurm has forgotten the job
 #     .job/term        SIGTERM was sent
 
 mine() {  # [OPTION]: this user's jobs, a line each: state, reason, name
