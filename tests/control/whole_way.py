@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -57,9 +58,9 @@ def spec_of(home: Path, steps: int, **more: Any) -> str:
 class Control:
     """The control plane's process, and a caller of it."""
 
-    def __init__(self, home: Path, targets: str = "") -> None:
-        """`targets`: the file of targets; default: this machine, as `here`."""
-        self.home = home
+    def __init__(self, home: Path, targets: str = "", *options: str) -> None:
+        """`targets`: the file of targets; default: this machine, as `here`. `options`: further ones of the command."""
+        self.home, self._options = home, options
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -73,11 +74,14 @@ class Control:
         self.start()
 
     def start(self) -> None:
+        self.process = self.spawn()
+        until(lambda: self._answers(), 60)
+
+    def spawn(self) -> subprocess.Popen[bytes]:
         with (self.home / "log").open("ab") as log:
             serve = [sys.executable, "-P", "-m", "tandem", "control", "serve", "--port", str(self.port)]
             here = ["--data-dir", str(self.home / "data"), "--targets", str(self.home / "targets.toml")]
-            self.process = subprocess.Popen([*serve, *here], cwd=self.home, stdout=log, stderr=log)
-        until(lambda: self._answers(), 60)
+            return subprocess.Popen([*serve, *here, *self._options], cwd=self.home, stdout=log, stderr=log)
 
     def kill(self) -> None:
         self.process.kill()
@@ -152,6 +156,20 @@ class Control:
         assert self.process.poll() is None, (self.home / "log").read_text()
         with socket.socket() as tried:
             return tried.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+def not_mirrored(control: Control, run: str) -> list[str]:
+    """Return the small files of the run directory whose mirror has other bytes, and weights in the mirror."""
+    here, there = control.directory(run), control.mirror(run)
+    files = [path.relative_to(here) for path in here.rglob("*") if path.is_file()]
+    small = {str(file) for file in files if not re.match(r"checkpoints/|export/|.*/\.|\.|.*-shm$", str(file))}
+    small |= {"metrics.jsonl", "status.json", "events.jsonl", "log.txt", "spec.toml"}
+    differ = [name for name in sorted(small) if _bytes_of(there / name) != ((here / name).read_bytes(),)]
+    return differ + [str(path) for path in there.rglob("*.safetensors")]
+
+
+def _bytes_of(path: Path) -> tuple[bytes, ...]:
+    return (path.read_bytes(),) if path.exists() else ()
 
 
 def holds(path: Path, secret: bytes) -> bool:

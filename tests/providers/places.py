@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import sqlalchemy as sa
 
 from tandem.protocols import Provider
 
@@ -80,10 +81,11 @@ class Sshd:
         where = {"host": f"{getpass.getuser()}@127.0.0.1", "port": self.port}
         return {**where, "key": str(self.root / "user"), "known_hosts": str(self.root / "known")}
 
-    def start(self) -> None:
+    def start(self) -> subprocess.Popen[bytes]:
         with (self.root / "log").open("ab") as log:
             self.process = subprocess.Popen([sshd(), "-D", "-e", "-f", str(self.root / "config")], stderr=log)
         until(lambda: answers(self.port))
+        return self.process
 
     def kill(self) -> None:
         """End it and every connection that it has open."""
@@ -139,8 +141,8 @@ class Slurm:
         self.processes = [self._started("munged", "--foreground", *munge)]
         try:
             until((root / "munge/socket").exists)
-            self.processes += [self._started("slurmd", "-D", "-N", f"n{n}") for n in (1, 2)]
-            self.controller = self._started("slurmctld", "-D")
+            self.processes += [self.start_node(n) for n in (1, 2)]
+            self.controller = self.start_controller()
             until(lambda: self.tell("sinfo", "--noheader", "--format=%T").split() == ["idle"], 30)
         except BaseException:
             self.kill()
@@ -150,8 +152,14 @@ class Slurm:
         """Kill the controller, and start it again."""
         self.controller.kill()
         self.controller.wait()
-        self.controller = self._started("slurmctld", "-D")
+        self.controller = self.start_controller()
         until(lambda: "is UP" in self.tell("scontrol", "ping"), 30)
+
+    def start_node(self, number: int) -> subprocess.Popen[bytes]:
+        return self._started("slurmd", "-D", "-N", f"n{number}")
+
+    def start_controller(self) -> subprocess.Popen[bytes]:
+        return self._started("slurmctld", "-D")
 
     def kill(self) -> None:
         self.tell("scancel", "--user=root", "--signal=KILL", "--full")
@@ -186,6 +194,57 @@ def slurm(program: str = "slurmctld") -> str:
     """The path of one of Slurm's daemons; empty where it is not installed, or cannot be started by this user."""
     found = shutil.which(program, path="/usr/sbin:/usr/local/sbin:/usr/bin")
     return found or "" if os.getuid() == 0 and shutil.which("munged", path="/usr/sbin:/usr/bin") else ""
+
+
+class Postgres:
+    """PostgreSQL's server on loopback, with data of its own."""
+
+    def __init__(self) -> None:
+        self.place = Path(tempfile.mkdtemp(prefix="tandem-postgres-"))  # pytest's own directories are closed to others
+        self._data, self._user = (
+            self.place / "data",
+            "postgres" if os.geteuid() == 0 else None,
+        )  # it refuses to run as root
+        self._data.mkdir()
+        if self._user:
+            self.place.chmod(0o755)
+            shutil.chown(self._data, self._user)
+        self._binaries = postgres().parent
+        make = [self._binaries / "initdb", "-A", "trust", "-U", "postgres", "--no-sync", "-D", self._data]
+        subprocess.run(make, user=self._user, cwd="/", check=True, capture_output=True)
+        self._port = free_port()
+        self.url = f"postgresql+psycopg://postgres@127.0.0.1:{self._port}/postgres"
+        self.process = self.start()
+        until(self._answers, 60)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        settings = ["listen_addresses=127.0.0.1", "fsync=off"]  # no test takes its power away
+        options = ["-D", self._data, "-p", str(self._port), "-k", self._data, *(f"-c{each}" for each in settings)]
+        with (self.place / "log").open("ab") as log:
+            return subprocess.Popen(
+                [self._binaries / "postgres", *options], user=self._user, cwd="/", stdout=log, stderr=log
+            )
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGQUIT)  # it ends at once: it waits for no client, and writes nothing more
+        self.process.wait(timeout=30)
+        shutil.rmtree(self.place)
+
+    def _answers(self) -> bool:
+        engine = sa.create_engine(self.url, isolation_level="AUTOCOMMIT")
+        try:
+            engine.connect().close()
+        except sa.exc.OperationalError:
+            return False
+        finally:
+            engine.dispose()
+        return True
+
+
+def postgres() -> Path:
+    """The server's path, which does not exist where it is not installed."""
+    places = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return (places[0] if places else Path("/nowhere")) / "postgres"
 
 
 class Ray:

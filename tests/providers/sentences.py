@@ -213,6 +213,20 @@ def test_end_leaves_no_process_behind_even_in_a_session_of_its_own(place: Place)
         time.sleep(0.1)
 
 
+@pytest.mark.slow
+def test_a_job_whose_first_process_was_killed_runs_until_its_others_have_ended(place: Place) -> None:
+    reads_files(place)
+    goes_on = "echo ready; while [ ! -e over ]; do sleep 0.1; done"
+    handle = begun(place, sh(f"(setsid sh -c '{goes_on}' &); while [ ! -s console ]; do sleep 0.1; done; kill -9 $$"))
+    wait_for_text(place, handle, "ready")
+    until_over = time.monotonic() + 1.5
+    while time.monotonic() < until_over:
+        assert seen(place, handle).state == "running"
+        time.sleep(0.1)
+    (job_directory(place, handle) / "over").touch()
+    assert until(place, handle, "ended").code == 137
+
+
 def test_end_again_is_harmless(place: Place) -> None:
     handle = begun(place, sh("exit 4"))
     until(place, handle, "ended")

@@ -1,5 +1,5 @@
 # What every text of this folder begins with. A job has a directory, ROOT/NAME; what providers write is in its `.job`:
-# `rc` is its exit code, written by a rename once its first process has ended.
+# `rc` is the exit code of its first process, written by a rename.
 set -u
 
 no() {  # why a need is not met: "busy" for now, "never" for good

@@ -5,7 +5,7 @@
 #   ROOT/NAME/         the job's directory, in which its command line runs
 #     console          what it printed
 #     .job/pid         its first process: pid, start time, boot id, pid of its parent. Written once: the job has begun
-#     .job/rc          its exit code, once it has ended
+#     .job/rc          the exit code of its first process. It has ended once no process of it is left
 #     .job/held        CPUs, MiB of memory, GPUs that it was given
 #     .job/term        SIGTERM was sent
 #
@@ -41,13 +41,22 @@ members() {  # NAME: the pids of its processes: those with its mark in their env
     }'
 }
 
+marked() {  # NAME: whether a process has its mark. All marks are read once, when the first is asked for
+  [ -n "${marks-}" ] || marks=$(echo .; cat /proc/[0-9]*/environ 2> /dev/null | tr '\0' '\n' | grep -F "TANDEM_JOB=$root/" | sort -u)
+  case "$marks
+" in *"
+TANDEM_JOB=$root/$1
+"*) ;; *) false ;; esac
+}
+
 gpus() { nvidia-smi --query-gpu=index,memory.total,memory.used,name --format=csv,noheader,nounits 2> /dev/null; }
 
 room() {  # CPUS MIB GPUS GPU_MIB GPU_NAME: prints the GPUs to use, or why not
   held_cpus=0 held_mib=0 held_gpus=,
   for file in "$root"/*/.job/held; do
     job=${file%/held}
-    if [ -e "$job/rc" ] || ! alive "$job"; then continue; fi
+    name=${job%/.job}
+    if ! alive "$job" && ! marked "${name##*/}"; then continue; fi
     read -r c m g < "$file"
     held_cpus=$((held_cpus + c)) held_mib=$((held_mib + m)) held_gpus=$held_gpus$g,
   done
@@ -126,8 +135,7 @@ look() {  # NAMES...: a line for each: name, state, exit code, why
     job=$root/$name/.job
     if [ ! -e "$job/pid" ]; then printf '%s\tgone\t\tit was never started here\n' "$name"
     elif alive "$job"; then printf '%s\trunning\t\t\n' "$name"
-    elif [ -e "$job/rc" ]; then printf '%s\tended\t%s\t\n' "$name" "$(cat "$job/rc")"
-    elif [ -n "$(members "$name")" ]; then printf '%s\trunning\t\tits first process is gone, others go on\n' "$name"
+    elif marked "$name"; then printf '%s\trunning\t\tits first process is gone, others go on\n' "$name"
     elif [ -e "$job/rc" ]; then printf '%s\tended\t%s\t\n' "$name" "$(cat "$job/rc")"
     elif [ "$boot" != "$(cat /proc/sys/kernel/random/boot_id)" ]; then
       printf '%s\tgone\t\tthe machine was restarted\n' "$name"

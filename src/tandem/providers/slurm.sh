@@ -6,7 +6,7 @@
 #     .job/id          Slurm's number of it: it was asked for
 #     .job/begun/      made by its first execution, with its number. Slurm may start a job again (a slurmctld that was killed
 #                      does, whatever --no-requeue says): a second execution finds this and ends
-#     .job/rc          its exit code, once its command line has ended: the truth, also after Slurm has forgotten the job
+#     .job/rc          its exit code, once no process of it is left: the truth, also after Slurm has forgotten the job
 #     .job/term        SIGTERM was sent
 
 mine() {  # [OPTION]: this user's jobs, a line each: state, reason, name
@@ -33,12 +33,14 @@ sweep() {  # all that carries the mark, in whatever session: not every cluster t
     done
   done
 }
+marked() { TANDEM_JOB= grep -qszxF "TANDEM_JOB=$PWD" /proc/[0-9]*/environ; }
 begin() { first=$1; "$@" & child=$!; }
 finish() {
   [ -z "$asked" ] || ask
   while again=; wait "$child"; got=$?; [ -n "$code" ] && [ $got -eq 127 ] || code=$got; [ -n "$again" ]; do
     :  # a signal came: it ends `wait` with a code of its own
   done
+  while marked; do sleep 1; done  # others go on: an agent whose guard was killed
   echo $code > .job/rc.part && mv .job/rc.part .job/rc
 }'
 
