@@ -14,7 +14,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class OtherHost:
     _meeting: Meeting | None = None
     """The last one for which ranks were started here."""
     _ranks: HostRanks | None = None
+    _said: Set[int] = frozenset()
+    """Of which ranks it was said that they have ended."""
     _secrets: Mapping[str, str] | None = None
 
     def run(self) -> int:
@@ -71,8 +73,9 @@ class OtherHost:
                 self._meeting = meeting
             else:
                 self._begin(meeting)
-        elif self._ranks is not None and (ended := self._ranks.ended()):
+        elif self._ranks is not None and (ended := self._ranks.ended()) and ended.keys() != self._said:
             self.hosts.say_ended(meeting, ended)
+            self._said = ended.keys()
 
     def _begin(self, meeting: Meeting) -> None:
         if self._ranks is not None:
@@ -88,7 +91,7 @@ class OtherHost:
             numbers, meeting.ranks, len(numbers), Path(meeting.run_dir), (self.hosts.first, meeting.port),
             environment=self._secrets,
         )  # fmt: skip
-        self._meeting = meeting
+        self._meeting, self._said = meeting, frozenset()
 
     def _numbers(self, meeting: Meeting) -> range:
         on_host = meeting.ranks // self.hosts.count
