@@ -119,8 +119,8 @@ def check_count(found: JobHosts | None, hosts: int) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what the file says; empty if it is not there."""
+    """Return what the file says; empty if it is not there, or the shared disk does not answer: it is read again."""
     try:
         return cast("dict[str, Any]", read_json(path))
-    except FileNotFoundError:
+    except (OSError, ValueError):
         return {}
