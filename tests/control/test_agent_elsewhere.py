@@ -153,7 +153,7 @@ def test_a_run_on_two_nodes_loses_a_rank_and_ends_as_one_rank_would_and_a_cancel
         on.touch()
         body = {"spec_toml": on_two, "target": "there", "secrets": ["CANARY"]}
         run = control.ask("POST", "/api/runs", body)["id"]
-        until(at.exists)
+        until(at.exists, 300)
         (victim,) = ranks_of_the_other_host(control)
         assert holds(Path(f"/proc/{victim}/environ"), canary)
         assert not any(holds(Path(f"/proc/{pid}/environ"), canary) for pid in control.processes("--once"))
@@ -168,7 +168,7 @@ def test_a_run_on_two_nodes_loses_a_rank_and_ends_as_one_rank_would_and_a_cancel
         at.unlink()
         on.touch()
         cancelled = control.ask("POST", "/api/runs", body)["id"]
-        until(at.exists)
+        until(at.exists, 300)
         assert ranks_of_the_other_host(control)
         control.ask("POST", f"/api/runs/{cancelled}/cancel", {})
         until(lambda: not control.processes(), 30)
