@@ -442,6 +442,11 @@ class Proof:
 # --- command lines on other machines: what a control plane and a provider tell each other
 
 
+HOST_VARIABLES = ("TANDEM_HOST", "TANDEM_HOSTS", "TANDEM_FIRST_HOST")
+"""Of a command line that a provider starts on several hosts: the number of its host, from 0; how many there are; the
+address of the first one, as this one reaches it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a job asks of each of its hosts, and for how long."""
@@ -455,7 +460,7 @@ class Need:
     memory_gib: float = 0.0
     disk_gib: float = 0.0
     hosts: int = 1
-    """More than one: the provider starts the command line once on each, all or none."""
+    """More than one: the provider starts the command line once on each, all or none, with HOST_VARIABLES."""
     seconds: float = 0.0
     """The longest that the job may run, for providers that ask; 0: as long as they allow."""
 

@@ -131,7 +131,7 @@ def served(
     mirror, audit = Mirror(home / "runs", store), AuditLog(SECRET, home / "data")
     shelf = Shelf(home / "packages", read_signer(home / "data"))
     plane = Plane(store, mirror, callers, keys, audit, lambda: now[0], prices, offers, plan, lambda: woken.append(1),
-                  shelf, "test", online={} if online is None else online, elsewhere=frozenset({"free"}),
+                  shelf, "test", online={} if online is None else online, kinds={"box": "local", "free": "ssh"},
                   openid=None if openid is None else openid(keys.digest))  # fmt: skip
 
     async def loop() -> None:

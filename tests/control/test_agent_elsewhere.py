@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -14,10 +15,14 @@ import pytest
 from whole_way import ENVIRONMENT, SEES, Control, holds, spec_of, until
 
 from tandem import digest_run
+from tandem.spec.load import parse_spec, to_toml
+from tandem.spec.toml import read_toml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "providers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
 from places import Slurm, Sshd, slurm, sshd  # pyright: ignore[reportMissingImports]
+from run_commands import here, write_spec  # pyright: ignore[reportMissingImports]
 
 STEPS = 15
 
@@ -114,3 +119,66 @@ def test_a_run_that_slurm_preempts_goes_on_and_its_secret_is_in_the_trainers_env
         }
     finally:
         control.close()
+
+
+HOLDS = """
+import pathlib, time
+
+
+class Hold:
+    def on_step(self, step):
+        here = pathlib.Path(__file__)
+        if step.version == 3:
+            here.with_suffix(".at").touch()
+            while here.with_suffix(".on").exists():
+                time.sleep(0.05)
+"""
+
+
+def test_a_run_on_two_nodes_loses_a_rank_and_ends_as_one_rank_would_and_a_cancel_ends_both_nodes(
+    tmp_path: Path, cluster: Slurm
+) -> None:
+    """The other node's rank is killed in the middle of a step: the supervisor begins again, on both nodes."""
+    (tmp_path / "hold.py").write_text(HOLDS)
+    at, on = tmp_path / "hold.at", tmp_path / "hold.on"
+    spec = write_spec(tmp_path, steps=6)
+    raw = {**read_toml(spec), "device": "cpu", "callbacks": [f"{tmp_path}/hold.py:Hold"]}
+    on_two = to_toml(parse_spec({**raw, "parallel": {**raw["parallel"], "ranks": 2, "hosts": 2}}))
+    here("train", spec, "--run-dir", tmp_path / "alone")
+    canary = f"canary-{os.urandom(8).hex()}".encode()
+    targets = f'[targets.there]\ndirectory = "{tmp_path}/jobs"\ntandem = "{tmp_path}/tandem"\n'
+    control = Control(tmp_path, f'{targets}kind = "slurm"\nconf = "{cluster.conf}"\n')
+    try:
+        control.ask("POST", "/api/secrets", {"name": "CANARY", "value": canary.decode()})
+        on.touch()
+        body = {"spec_toml": on_two, "target": "there", "secrets": ["CANARY"]}
+        run = control.ask("POST", "/api/runs", body)["id"]
+        until(at.exists, 300)
+        (victim,) = ranks_of_the_other_host(control)
+        assert holds(Path(f"/proc/{victim}/environ"), canary)
+        assert not any(holds(Path(f"/proc/{pid}/environ"), canary) for pid in control.processes("--once"))
+        os.kill(victim, signal.SIGKILL)
+        on.unlink()
+        until(lambda: control.state(run) in ("succeeded", "failed"), 200)
+        told = control.ask("GET", f"/api/runs/{run}")
+        assert (told["state"], told["attempt"]) == ("succeeded", 1), told
+        attempts = (control.directory(run) / "attempts.jsonl").read_text().splitlines()
+        assert [json.loads(each).get("failure", {}).get("rule") for each in attempts] == ["rank-lost", None]
+        assert digest_run(control.directory(run)) == digest_run(tmp_path / "alone")
+        at.unlink()
+        on.touch()
+        cancelled = control.ask("POST", "/api/runs", body)["id"]
+        until(at.exists, 300)
+        assert ranks_of_the_other_host(control)
+        control.ask("POST", f"/api/runs/{cancelled}/cancel", {})
+        until(lambda: not control.processes(), 30)
+        until(lambda: control.state(cancelled) == "cancelled")
+        assert control.look_for(canary, [run, cancelled], cluster.root) == []
+    finally:
+        control.close()
+
+
+def ranks_of_the_other_host(control: Control) -> list[int]:
+    found = control.processes("tandem.recipes.follower")
+    program = [pid for pid in found if not holds(Path(f"/proc/{pid}/cmdline"), b"leash.py")]
+    return [pid for pid in program if holds(Path(f"/proc/{pid}/environ"), b"TANDEM_HOST=1\0")]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from plane import SPEC, Served, piece, served
+
+from tandem.control.tables import Run
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ sync = { bridge = "broadcast" }
         ({"spec_toml": "recipe = 1"}, "", "recipe"),
         ({"spec_toml": "recipe = "}, "spec_toml", "is not TOML"),
         ({"spec_toml": SPEC.replace("steps = 1", "steps = -1")}, "", "train.steps"),
-        ({"spec_toml": SPEC + TWO_HOSTS}, "", "parallel.hosts = 2: a control plane starts"),
+        ({"spec_toml": SPEC + TWO_HOSTS}, "", "the target 'box' is of kind 'local', where a job is one host"),
         ({"surprise": 1}, "surprise", ""),
         ({"project": "nowhere"}, "project", "there is none of this name"),
         ({"name": "a\nb"}, "", "name"),
@@ -58,6 +61,13 @@ def test_a_wrong_submit_is_refused_by_its_field(plane: Served, change: dict[str,
     assert error.get("field", "") == field or not field
     assert says in error["message"]
     assert plane.ask("GET", "/api/runs").json()["items"] == []
+
+
+def test_a_run_on_two_hosts_costs_what_both_cost(plane: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(cast("dict[str, str]", plane.plane.kinds), "box", "slurm")
+    run = plane.made("/api/runs", {"spec_toml": SPEC + TWO_HOSTS, "target": "box"})["id"]
+    price = asyncio.run(plane.plane.store.read(lambda session: session.get_one(Run, run).usd_per_hour))
+    assert price == 2 * plane.plane.prices["box"]
 
 
 def test_a_page_of_runs_goes_on_where_it_ended(plane: Served):

@@ -67,7 +67,7 @@ class Control:
         here = f'[targets.here]\nkind = "local"\ndirectory = "{home}/jobs"\ntandem = "{home}/tandem"\n'
         (home / "targets.toml").write_text(targets or here)
         path = os.environ.get("PYTHONPATH", "")  # a job sees none of this process's variables
-        variables = f"export PYTHONPATH='{path}' OMP_NUM_THREADS=1"
+        variables = f"export PYTHONPATH='{path}' OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo"
         (home / "tandem").write_text(f'#!/bin/sh\n{variables}\nexec {sys.executable} -P -m tandem "$@"\n')
         (home / "tandem").chmod(0o755)
         self._keys = 0

@@ -112,8 +112,9 @@ def test_a_job_gets_the_gpus_that_it_asks_for(place: Place, cluster: Slurm) -> N
 def test_a_job_of_two_hosts_runs_once_on_each_and_ends_on_both(place: Place) -> None:
     word = f"32{os.getpid()}"
     two = Need(cpus=0, hosts=2)
-    handle = begun(place, sh(f"echo $SLURM_PROCID $SLURM_NODEID; trap 'exit 6' TERM; sleep {word} & wait", need=two))
-    wait_for(lambda: sorted(text_of(place, handle, "console").splitlines()) == ["0 0", "1 1"])
+    told = "echo $TANDEM_HOST $SLURM_NODEID $TANDEM_HOSTS $TANDEM_FIRST_HOST"
+    handle = begun(place, sh(f"{told}; trap 'exit 6' TERM; sleep {word} & wait", need=two))
+    wait_for(lambda: sorted(text_of(place, handle, "console").splitlines()) == ["0 0 2 127.0.0.1", "1 1 2 127.0.0.1"])
     run(place.provider().end(handle, 20))
     assert until(place, handle, "ended").code == 6
     wait_for(lambda: not processes_with(f"sleep {word}"))

@@ -27,14 +27,16 @@ from typing import Any, Literal, cast
 from tandem.agent.link import Link
 from tandem.agent.packages import with_packages
 from tandem.agent.shipping import Shipper
-from tandem.agent.trainer import RunProcess, ServeProcess, only_agent
-from tandem.errors import ControlError, ControlSilent, Fenced, RunError, SpecError, Unproven
+from tandem.agent.trainer import INSTANCE, RunProcess, ServeProcess, only_agent
+from tandem.errors import ControlError, ControlSilent, Fenced, RankLost, RunError, SpecError, Unproven
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
 from tandem.io.own_release import own_release
 from tandem.runs.failure_diagnosis import classify_end
+from tandem.runs.job_hosts import COME_S, JobHosts
 from tandem.runs.liveness import read_sign
 from tandem.shapes.agent import (
+    FENCED,
     TOKEN_VARIABLE,
     AppendBody,
     Appended,
@@ -48,15 +50,12 @@ from tandem.shapes.agent import (
 
 _log = logging.getLogger(__name__)
 
-FENCED = 75
-"""The exit code of an agent whose attempt is another execution's, or closed."""
 RUNS = "runs"
 """Beside the jobs' directories: a run's directory outlives the job, and a further attempt resumes it."""
 _EVERY_S = 1.0
 _STARTS_S = 0.2
 _CANCEL_S = 4.0
 _PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
-_STATE = "agent.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CONSOLE = "console.txt"
 
@@ -68,6 +67,8 @@ class Agent:
     link: Link
     home: Path
     every_s: float = _EVERY_S
+    hosts: JobHosts | None = None
+    """Of the job, if it has several: this is the first."""
     _want: Literal["run", "stop", "cancel"] = "run"
     _asked: bool = False
     """The machine asked this process to end."""
@@ -85,6 +86,7 @@ class Agent:
             self._instance = self._own_name()
             trainer: RunProcess | None = None
             try:
+                absent = self._absent()
                 claimed = self._claim()
                 if claimed is None:
                     return 128 + signal.SIGTERM
@@ -93,19 +95,21 @@ class Agent:
                     trainer = ServeProcess(self.home, runs / order.run, runs / claimed.run, order)
                 else:
                     trainer = RunProcess(self.home, runs / claimed.run)
-                return self._attend(claimed, trainer)
+                return self._attend(claimed, trainer, absent)
             except Fenced as error:
                 _log.error("%s", error)
                 self._kill(trainer)
                 return FENCED
 
-    def _attend(self, claimed: Claimed, trainer: RunProcess) -> int:
+    def _attend(self, claimed: Claimed, trainer: RunProcess, absent: str) -> int:
         trainer.run_dir.parent.mkdir(parents=True, exist_ok=True)
         spec_toml = claimed.spec_toml
         try:
+            if absent:
+                raise RankLost(absent)
             if claimed.serve is None:
                 spec_toml = with_packages(spec_toml, trainer.run_dir, self.home, self.link)
-        except (SpecError, ControlError, RunError) as error:
+        except (SpecError, ControlError, RunError, RankLost) as error:
             return self._tell_it_cannot_begin(error)
         if trainer.begin(spec_toml, claimed.secrets, TOKEN_VARIABLE):
             _log.info("attempt %s of run %s: the trainer has begun", claimed.n, claimed.run)
@@ -121,11 +125,11 @@ class Agent:
         return self._tell_the_end(shipper, trainer, code)
 
     def _tell_it_cannot_begin(self, error: Exception) -> int:
-        """Say that the packages of its environment could not be had, until the control plane knows."""
+        """Say that a host or the packages of its environment could not be had, until the control plane knows."""
         _log.error("the trainer was not started: %s", error)
         body = EndBody(
             instance=self._instance, state="failed", why=f"{type(error).__name__}: {error}"[:4000],
-            retriable=isinstance(error, ControlSilent), exit_code=2,
+            retriable=isinstance(error, ControlSilent | RankLost), exit_code=2,
         )  # fmt: skip
         until = time.monotonic() + _PATIENCE_S
         while time.monotonic() < until:
@@ -195,6 +199,19 @@ class Agent:
 
     # --- the beginning
 
+    def _absent(self) -> str:
+        """Wait until the agents of all hosts are there; return which ones are not, if it takes too long."""
+        if self.hosts is None:
+            return ""
+        until = time.monotonic() + COME_S
+        while (missing := self.hosts.missing()) and time.monotonic() < until and not self._asked:
+            self._wake.wait(self.every_s)
+        number = f"host {missing[0]} of {self.hosts.count}" if missing else ""
+        return number and (
+            f"{number} has not come within {COME_S:.0f} s: all nodes must see {self.home} under this path, "
+            "and what they print is in the job's console"
+        )
+
     def _claim(self) -> Claimed | None:
         """Claim the attempt; None if the machine asked this process to end before there was an answer."""
         body = ClaimBody(
@@ -208,7 +225,7 @@ class Agent:
 
     def _own_name(self) -> str:
         """Return the name of this execution: the one of the agent before that was killed here, on the same boot."""
-        path, boot_id = self.home / _STATE, _boot_id()
+        path, boot_id = self.home / INSTANCE, _boot_id()
         with suppress(OSError, ValueError):
             told = cast("dict[str, Any]", read_json(path))
             if told["boot_id"] == boot_id:

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tandem.agent.attempt import FENCED, Agent
+from tandem.agent.attempt import Agent
 from tandem.agent.link import Link
+from tandem.agent.other_host import OtherHost
 from tandem.errors import SpecError
-from tandem.shapes.agent import TOKEN_VARIABLE
+from tandem.runs.job_hosts import COME_S, job_hosts
+from tandem.shapes.agent import FENCED, TOKEN_VARIABLE
 
 _log = logging.getLogger(__name__)
 _WAIT_S = 1.0
@@ -29,15 +31,35 @@ def attend(url: str) -> int:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         raise SpecError(f"{TOKEN_VARIABLE}: is not set; the control plane sets it when it starts an agent")
-    link = Link(url, token)
+    link, hosts = Link(url, token), job_hosts()
     try:
-        return Agent(link, Path.cwd()).run()
+        if hosts is not None and hosts.host:
+            del os.environ[TOKEN_VARIABLE]  # the ranks that it starts do not get it
+            return OtherHost(link, hosts).run()
+        return Agent(link, Path.cwd(), hosts=hosts).run()
     finally:
         link.close()
 
 
 def guard(url: str) -> int:
     """Run the agent in a child process until it has done its work; return its exit code. SIGTERM is passed on."""
+    hosts = job_hosts()
+    if hosts is not None and not hosts.directory.is_dir():
+        _log.error(
+            "host %d does not see %s: the target's directory must be on a disk of all nodes",
+            hosts.host,
+            hosts.directory,
+        )
+        time.sleep(COME_S)  # once one host has ended, the others have not long to say why
+        return 2
+    try:
+        return _guarded(url)
+    finally:
+        if hosts is not None and not hosts.host:
+            hosts.say_over()
+
+
+def _guarded(url: str) -> int:
     child: subprocess.Popen[bytes] | None = None
     asked = threading.Event()
 

@@ -21,6 +21,8 @@ from tandem.io.bounded_json import read_json
 from tandem.io.process_identity import is_there
 from tandem.shapes.agent import AdapterOrder, ServeOrder
 
+INSTANCE = "agent.json"
+"""In the job's directory: the name of the execution."""
 TOLD = ".told"
 """What the server adds to the name of its file of adapters, for its answer."""
 _LOCK, _WHO, _CODE, OUTPUT = "trainer.lock", "trainer.json", "trainer.code", "trainer.log"
@@ -162,10 +164,20 @@ class ServeProcess(RunProcess):
         ]  # fmt: skip
 
 
+def has_ended(home: Path) -> bool:
+    """Return whether the trainer of the job with this directory has ended, on whichever of its hosts it was."""
+    return (home / _CODE).exists()
+
+
+def instance_of(home: Path) -> str:
+    """Return the name of the execution that has claimed the attempt."""
+    return str(cast("dict[str, Any]", read_json(home / INSTANCE))["instance"])
+
+
 @contextmanager
-def only_agent(home: Path) -> Iterator[None]:
-    """Hold the job's directory as its only agent; RunOwned if another one does."""
-    lock = os.open(home / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def only_agent(home: Path, name: str = "agent") -> Iterator[None]:
+    """Hold the job's directory as its only agent of this name; RunOwned if another one does."""
+    lock = os.open(home / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

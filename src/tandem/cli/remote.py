@@ -202,18 +202,25 @@ def _leave(state: str) -> None:
 def _show_plan(server: Tandem, spec: Any, target: str, max_cost: float) -> None:
     """Print where the run would go, and what it is likely to take there."""
     from tandem.errors import SpecError
+    from tandem.spec.parallel import check_hosts
 
     there = {each.name: each for each in server.targets()}
     if target not in there:
         raise SpecError(f"--target {target}: the server has {', '.join(sorted(there)) or 'none'}")
-    found = there[target]
+    found, parallel = there[target], spec.parallel
+    check_hosts(parallel, target, found.kind)
     if found.error:
         typer.echo(f"{target} ({found.kind}) does not answer now: {found.error}")
     for offer in found.offers:
         cards = f"{offer.gpus} x {offer.gpu or 'GPU'}" if offer.gpus else f"{offer.cpus} CPUs"
+        if offer.hosts < parallel.hosts:
+            offer = offer.model_copy(update={"now": False, "fits": False, "why_not": f"it has {offer.hosts} hosts"})
         state = "now" if offer.now else f"{'later' if offer.fits else 'never'}: {offer.why_not}"
         typer.echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
         typer.echo(_estimate(spec, offer) or _estimate_by(server, spec, target, offer))
+    if parallel.hosts > 1:
+        each = f"{parallel.row_shards} of its {parallel.ranks} ranks on each"
+        typer.echo(f"It takes {parallel.hosts} hosts at once, {each}; a price by the hour is of one host.")
     if found.kind != "local" and (files := sorted(set(spec.local_files()))):
         typer.echo(f"The spec names files of this machine; {target} must have them there, too: {', '.join(files)}")
     typer.echo(f"It is stopped before it costs more than {max_cost:g} USD." if max_cost else "It has no cost limit.")
@@ -239,7 +246,7 @@ def _estimate(spec: Any, offer: OfferInfo) -> str:
     except TandemError as error:
         return f"No estimate: {error}"
     seconds, fits = float(planned["times"]["steps_s"]), "" if planned["fits"] else "; it does not fit"
-    usd = seconds / 3600 * offer.usd_per_hour
+    usd = seconds / 3600 * max(1, spec.parallel.hosts) * offer.usd_per_hour
     return f"Estimate for {gpu}: {planned['peak_gib']:.1f} GiB{fits}, {seconds:,.0f} s of steps, {usd:.2f} USD"
 
 

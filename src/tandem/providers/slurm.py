@@ -15,8 +15,10 @@ from tandem.errors import ProviderRefused, ProviderSilent
 from tandem.providers.scripted import ScriptedProvider
 from tandem.providers.settings import TargetSettings
 from tandem.providers.shell import Shell, SshSettings, exports, only_from_here
-from tandem.types import Job, Need, Offer
+from tandem.types import HOST_VARIABLES, Job, Need, Offer
 
+_SLURMS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LAUNCH_NODE_IPADDR")  # srun is run on the first host
+_ON_EACH = " ".join(f'{name}="${slurms}"' for name, slurms in zip(HOST_VARIABLES, _SLURMS, strict=True)) + ' exec "$@"'
 _GPUS = re.compile(r"gpu(?::([^:,()]+))?:(\d+)")
 
 
@@ -84,8 +86,9 @@ class SlurmProvider(ScriptedProvider):
             told = "; ".join(f"{offer.name}: {offer.why_not}" for offer in asked)
             raise ProviderRefused(f"no partition of Slurm can meet the need: {told or 'there is none'}")
         command = shlex.join(job.argv)
-        if job.need.hosts > 1:  # one on each; once one has ended, the others have 30 s
-            command = f"srun --ntasks-per-node=1 --wait=30 -- {command}"
+        if job.need.hosts > 1:  # one on each; once one has ended, the others have 30 s. srun inherits no CPUs
+            each = f"--ntasks-per-node=1 --cpus-per-task={_cpus(job.need)} --wait=30"
+            command = f"srun {each} -- sh -c {shlex.quote(_ON_EACH)} sh {command}"
         return command, *_flags(job, fitting[0]), *self.settings.sbatch
 
 
@@ -95,7 +98,7 @@ def _flags(job: Job, offer: Offer) -> list[str]:
         "partition": offer.name.partition("/")[0],
         "nodes": need.hosts,
         "ntasks-per-node": 1,
-        "cpus-per-task": max(1, need.cpus),
+        "cpus-per-task": _cpus(need),
         "signal": f"B:TERM@{math.ceil(job.grace_s)}",  # before the time limit
     }
     if need.memory_gib:
@@ -107,6 +110,10 @@ def _flags(job: Job, offer: Offer) -> list[str]:
     if need.seconds:
         flags["time"] = math.ceil(need.seconds / 60)
     return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def _cpus(need: Need) -> int:
+    return max(1, need.cpus)
 
 
 def _gpus(gres: str) -> tuple[str, int]:

@@ -34,6 +34,7 @@ from tandem.runs.callbacks import load_callbacks
 from tandem.runs.checkpointer import RunCheckpointer
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import chain, classify_error
+from tandem.runs.job_hosts import job_hosts
 from tandem.runs.lease import DirectoryLease, begin, need_room
 from tandem.runs.own_code_record import keep_code
 from tandem.runs.run import Run, StoppedByHand
@@ -135,13 +136,15 @@ def resume(
 ) -> Mapping[str, Any]:
     """Resume a killed, stopped or failed run from its last complete checkpoint; return its status. A run that succeeded
     is left unchanged. `take_over`: take the run from a process that still holds it and cannot be ended. `ranks`: the
-    number of ranks to train on; 0: as before. `hosts`: how many hosts they are on; 0: on this one. A run that began
-    with objects of Python needs the same ones; code that has changed since is reported."""
+    number of ranks to train on; 0: as before. `hosts`: how many hosts they are on; 0: those of the job, or this one. A
+    run that began with objects of Python needs the same ones; code that has changed since is reported."""
     directory = Path(directory)
     spec, view = spec_of(directory), view or LiveView(directory.name)
     if (status := finished(directory)) is None or _is_incomplete(spec, directory, status):
         lease = DirectoryLease(directory, take_over=take_over)
         if (status := finished(directory)) is None:  # again: the process that held the lease may have finished the run
+            if job_hosts() is not None:
+                hosts = spec.parallel.hosts
             spec = on_ranks(spec, ranks or spec.parallel.ranks, hosts)
             objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
             with own_code.session(objects.by_name()):

@@ -60,7 +60,6 @@ def serve_control(
     what answers /mcp, from where this server answers itself and where its mirrors are."""
     file = None if targets is None else Path(targets)
     known, online = read_targets(file), {name: _online(each) for name, each in read_online(file).items()}
-    elsewhere = frozenset(name for name, each in known.items() if each.kind != "local")
     token, secret = listen.token(), attempt_secret(listen.data_dir)
     keys = read_master_keys(listen.data_dir, None if secrets_key_file is None else Path(secrets_key_file))
     store = Store(listen.data_dir, database)
@@ -71,9 +70,8 @@ def serve_control(
         return url.rstrip("/") or (served[0].url if served else "")
 
     loop = _loop(store, known, secret, own_url)
-    plane = replace(
-        _plane(store, known, token, secret, keys, listen.data_dir, loop), online=online, elsewhere=elsewhere
-    )
+    kinds: dict[str, str] = {name: each.kind for name, each in known.items()}
+    plane = replace(_plane(store, known, token, secret, keys, listen.data_dir, loop), online=online, kinds=kinds)
     if oidc is not None:
         openid = OpenIdProvider(read_settings(Path(oidc)), keys.digest, own_url)
         asyncio.run(store.read(openid.check_grants))

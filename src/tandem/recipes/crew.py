@@ -1,7 +1,7 @@
 """The ranks of a run: `parallel.ranks` processes. This process is rank 0, which is the run itself.
 
-On one host this process starts the others. Under torchrun they run already, also on other hosts: each has the same
-command line, and all must see the run's directory.
+On one host this process starts the others. In a job of several hosts (runs/job_hosts.py) the agents of the other hosts
+start theirs. Under torchrun all run already, each with the same command line. All must see the run's directory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol
 from tandem.errors import RankLost, SpecError
 from tandem.io.file_system import mixes_writers
 from tandem.io.shared_directory import token_in
+from tandem.runs.job_hosts import check_count, job_hosts
 from tandem.runs.rank_processes import RankProcesses, given_by_launcher, hosts_by_launcher, loopback_only
 from tandem.spec.ranks import on_ranks
 from tandem.spec.run import RlSpec, RunSpec
@@ -137,26 +138,27 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
         yield None
         return
     given = given_by_launcher()
+    hosts = job_hosts() if given is None else None
+    check_count(hosts, spec.parallel.hosts)
     processes = None
     if given is None:
-        os.environ.update(loopback_only())
-        processes = RankProcesses(spec.parallel.ranks, directory)
+        if hosts is None:
+            os.environ.update(loopback_only())
+        processes = RankProcesses(spec.parallel.ranks, directory, hosts=hosts)
     crew: Crew | None = None
     try:
         from tandem.build import crew as build
 
         store = given_store() if processes is None else _own_store(processes)
-        local_rank, local_ranks = _local() if processes is None else (0, spec.parallel.ranks)
+        local_rank, local_ranks = _local() if processes is None else (0, processes.on_host)
         crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
         _hide_launcher()
-        if processes is not None:
-            yield crew
-        else:
-            with _launcher_heard(crew):
+        with _launcher_heard(crew) if processes is None else nullcontext():
+            if processes is None or hosts is not None:
                 refuse_unreachable(crew, spec)
                 refuse_unseen(crew, directory)
                 refuse_mixed_writers(crew, spec, directory)
-                yield crew
+            yield crew
     finally:
         if crew is not None:
             crew.close()

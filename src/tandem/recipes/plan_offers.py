@@ -49,7 +49,8 @@ def _estimate(spec: RunSpec, body: PlanBody, offer: OfferInfo | None) -> Estimat
     except (TandemError, ModuleNotFoundError) as error:
         return Estimate(offer=offer, gpu=gpu, why_not=str(error))
     seconds = float(planned.as_json()["times"]["steps_s"])
-    usd = seconds / 3600 * offer.usd_per_hour if offer is not None else planned.usd or 0.0
+    hosts = max(1, spec.parallel.hosts)
+    usd = seconds / 3600 * hosts * offer.usd_per_hour if offer is not None else planned.usd or 0.0
     return Estimate(
         offer=offer, gpu=planned.gpu, fits=planned.fits, memory_gib=planned.peak_gib, seconds=seconds, cost_usd=usd,
         text=plan_text(planned),

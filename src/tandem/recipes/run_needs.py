@@ -7,7 +7,6 @@ from dataclasses import replace
 from tandem.errors import ProviderRefused, SpecError
 from tandem.protocols import Provider
 from tandem.spec.load import parse_spec
-from tandem.spec.parallel import check_one_host
 from tandem.spec.run import RunSpec
 from tandem.spec.toml import parse_toml
 from tandem.types import Need
@@ -21,11 +20,9 @@ async def need_of(spec_toml: str, provider: Provider, *, serves: bool = False) -
     it."""
     try:
         spec = parse_spec(parse_toml(spec_toml, "the run's spec"))
-        if not serves:
-            check_one_host(spec.parallel)
     except SpecError as error:
         raise ProviderRefused(f"this release refuses the run's spec: {error}") from error
-    without = Need()
+    without = Need(hosts=1 if serves else max(1, spec.parallel.hosts))
     if spec.device == "cpu":
         return without
     gpus = 1 if serves else num_gpus(spec)
@@ -36,7 +33,7 @@ async def need_of(spec_toml: str, provider: Provider, *, serves: bool = False) -
 
 
 def num_gpus(spec: RunSpec) -> int:
-    """Return how many GPUs of one host the run uses: GPU r for rank r, and those that `engine.gpus` numbers."""
+    """Return how many GPUs of each host the run uses: one for each rank there, and those that `engine.gpus` numbers."""
     engine = getattr(spec, "engine", None)
     numbered = getattr(engine, "gpus", ()) or ()
-    return max(spec.parallel.ranks, 1 + max(numbered, default=-1))
+    return max(spec.parallel.row_shards, 1 + max(numbered, default=-1))

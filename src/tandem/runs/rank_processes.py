@@ -1,4 +1,4 @@
-"""Start the other ranks of a trainer on this host. They end when rank 0 ends.
+"""Start the other ranks of a trainer. They end when rank 0 ends.
 
 They get rank 0's address in the same environment variables that torchrun uses.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from tandem.errors import SpecError
 from tandem.io.child_process import Child
+from tandem.runs.job_hosts import JobHosts
 
 _LOOPBACK = "127.0.0.1"
-
-
+_LOOK_S = 1.0  # at what other hosts say, on a shared disk
 _BEAT_S = 0.2
 
 
@@ -75,36 +75,47 @@ def hosts_by_launcher(stated: int) -> int:
     return agents
 
 
-class RankProcesses:
-    """The processes of ranks 1 to `ranks` - 1. They connect to `listening`, which becomes rank 0's store."""
+class HostRanks:
+    """The processes of some ranks, on this host."""
 
-    def __init__(self, ranks: int, directory: Path, command: Sequence[str] = ()) -> None:
-        """Start the processes. `directory`: of the run. `command`: replaces the usual program."""
+    def __init__(
+        self,
+        numbers: range,
+        ranks: int,
+        on_host: int,
+        directory: Path,
+        meet: tuple[str, int],
+        *,
+        environment: Mapping[str, str],
+        command: Sequence[str] = (),
+    ) -> None:
+        """Start the processes. `ranks`: of the whole crew; `on_host`: of each host. `directory`: of the run. `meet`:
+        where rank 0 listens. `command`: replaces the usual program."""
         usual = [sys.executable, "-m", "tandem.recipes.follower", str(directory)]
-        self.listening = socket.create_server((_LOOPBACK, 0))
-        self.host, self.port = self.listening.getsockname()[:2]
         self._children: dict[int, Child] = {}
         self._directory, self._started = directory, time.time()
-        for rank in range(1, ranks):
+        for rank in numbers:
             self._children[rank] = Child(
                 command or usual,
                 ready_file=directory / "ranks" / f"{rank}.ready",
                 log=directory / "ranks" / f"{rank}.txt",
                 environment={
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                    "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": self.host, "MASTER_PORT": str(self.port),
-                    **loopback_only(),
+                    "RANK": str(rank), "LOCAL_RANK": str(rank % on_host), "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(on_host), "MASTER_ADDR": meet[0], "MASTER_PORT": str(meet[1]),
+                    **environment,
                 },
                 name=f"rank {rank}",
             )  # fmt: skip
 
-    def ended(self) -> Mapping[int, str]:
+    def ended(self) -> dict[int, str]:
         """Return how each ended process ended, by rank."""
         return {rank: child.exit_report() for rank, child in self._children.items() if child.exit_code is not None}
 
-    def sign(self, rank: int) -> tuple[str, float]:
+    def sign(self, rank: int) -> tuple[str, float] | None:
         """Return what changes while the process of this rank starts and does not stand still, and for how many seconds
-        it has not."""
+        it has not; None of one that is not here."""
+        if rank not in self._children:
+            return None
         try:
             changed = life_file(self._directory, rank).stat().st_mtime
         except FileNotFoundError:
@@ -120,6 +131,45 @@ class RankProcesses:
         for child in self._children.values():
             child.ended_within(grace_s)
         self.kill()
+
+
+class RankProcesses:
+    """The processes of ranks 1 to `ranks` - 1. They connect to `listening`, which becomes rank 0's store."""
+
+    def __init__(
+        self, ranks: int, directory: Path, command: Sequence[str] = (), *, hosts: JobHosts | None = None
+    ) -> None:
+        """Start those of this host. `hosts`: of the job; the agents of the others start theirs. The rest as for
+        `HostRanks`."""
+        self.on_host = ranks // (hosts.count if hosts is not None else 1)
+        self.listening = socket.create_server((_LOOPBACK if hosts is None else "", 0))
+        self.host, self.port = _LOOPBACK, self.listening.getsockname()[1]
+        self._here = HostRanks(
+            range(1, self.on_host), ranks, self.on_host, directory, (self.host, self.port),
+            environment=loopback_only() if hosts is None else {}, command=command,
+        )  # fmt: skip
+        self._hosts, self._elsewhere, self._looked_at = hosts, dict[int, str](), 0.0
+        self._meeting = None if hosts is None else hosts.call(self.port, ranks, directory)
+
+    def ended(self) -> Mapping[int, str]:
+        """Return how each ended process ended, by rank."""
+        if self._meeting is not None and self._hosts is not None and time.monotonic() - self._looked_at > _LOOK_S:
+            self._elsewhere, self._looked_at = self._hosts.ended(self._meeting), time.monotonic()
+        return {**self._here.ended(), **self._elsewhere}
+
+    def sign(self, rank: int) -> tuple[str, float] | None:
+        """As of `HostRanks`. Those of other hosts are not watched before they have met rank 0: a shared disk is late, and
+        clocks differ."""
+        return self._here.sign(rank)
+
+    def kill(self) -> None:
+        self._here.kill()
+
+    def close(self, grace_s: float = 10.0) -> None:
+        """Wait `grace_s` for each process to end, then kill the rest. Those of other hosts are their agents' to end."""
+        if self._hosts is not None:
+            self._hosts.let_go()
+        self._here.close(grace_s)
         self.listening.close()
 
 

@@ -29,6 +29,8 @@ from pydantic import Field, StringConstraints
 from tandem.shapes.base import Answer, Asked
 
 TOKEN_VARIABLE = "TANDEM_ATTEMPT_TOKEN"
+FENCED = 75
+"""The exit code of an agent whose attempt is another execution's, or closed."""
 PIECE_BYTES = 2 * 2**20
 """The most data of one piece."""
 APPEND_BYTES = 8 * 2**20

@@ -53,12 +53,12 @@ class ParallelSpec(Spec):
 ONE_PROCESS = ParallelSpec()
 
 
-def check_one_host(parallel: ParallelSpec) -> None:
-    """SpecError if a control plane cannot start a run, because it needs several hosts."""
-    if parallel.hosts > 1:
+def check_hosts(parallel: ParallelSpec, target: str, kind: str) -> None:
+    """SpecError if a control plane cannot start the run on this target, because the run needs several hosts."""
+    if parallel.hosts > 1 and kind != "slurm":
         raise SpecError(
-            f"parallel.hosts = {parallel.hosts}: a control plane starts runs of one host so far; set it to 1, or start "
-            "the run by torchrun (docs/parallel.md)"
+            f"parallel.hosts = {parallel.hosts}: the target '{target}' is of kind '{kind}', where a job is one host; "
+            "set parallel.hosts to 1, choose a target of kind 'slurm', or start the run by torchrun (docs/parallel.md)"
         )
 
 

@@ -75,7 +75,7 @@ class Children(Protocol):
     """The processes of the other ranks, where rank 0 has started them."""
 
     def ended(self) -> Mapping[int, str]: ...  # of those that have ended: how
-    def sign(self, rank: int) -> tuple[str, float]: ...  # changes while its process starts; and for how long it has not
+    def sign(self, rank: int) -> tuple[str, float] | None: ...  # changes while it starts; and for how long it has not
     def kill(self) -> None: ...  # all, at once
 
 
@@ -427,7 +427,9 @@ class _Watcher:
         crew, now, all_there = self._crew, time.monotonic(), self.all_there
         others = range(1, crew.ranks) if crew.rank == 0 else (0,)
         for rank in others:
-            sign, age = self._sign_of(rank)
+            if (told := self._sign_of(rank)) is None:
+                continue
+            sign, age = told
             if rank not in self._signs:  # this rank may have begun to look late
                 self._signs[rank] = sign, now - max(0.0, min(age, crew._deadline_s - _FEW_BEATS_S))
             elif sign != self._signs[rank][0]:
@@ -440,18 +442,19 @@ class _Watcher:
             return
         stranded = any(self._store.check([f"stranded/{rank}"]) for rank in others)
         limit = _FEW_BEATS_S if stranded else crew._deadline_s
-        if silent := [rank for rank in others if silent_s[rank] > limit]:
+        if silent := [rank for rank in others if silent_s.get(rank, 0.0) > limit]:
             crew.lost(silent[0], f"shows no sign of life for {silent_s[silent[0]]:.0f} s (it has died or stands still)")
             return
         if all_there:
             self._look_at_progress(now)
 
-    def _sign_of(self, rank: int) -> tuple[str, float]:
-        """Return what changes while a rank lives, and for how many seconds it has not, as far as that is known."""
+    def _sign_of(self, rank: int) -> tuple[str, float] | None:
+        """Return what changes while a rank lives, and for how many seconds it has not, as far as that is known; None as
+        long as nothing can be seen of it."""
         if self._store.check([f"alive/{rank}"]):
             return self._store.get(f"alive/{rank}").decode(), 0.0
         children = self._crew._children
-        return children.sign(rank) if children is not None else (f"unseen {time.monotonic()}", 0.0)
+        return children.sign(rank) if children is not None else None
 
     def _look_at_progress(self, now: float) -> None:
         """Within an order nothing moves. A rank that has come less far than rank 0 holds the others up."""

@@ -101,7 +101,7 @@ class DeploymentRoutes:
             price = self.plane.prices.get(run.target)
             if price is None:
                 raise RequestRefused(422, f"target = '{run.target}': this server has it no more", field="target")
-            if run.target in self.plane.elsewhere:
+            if self.plane.kinds.get(run.target, "local") != "local":
                 raise RequestRefused(
                     422, f"target = '{run.target}': is on another machine, and a replica answers on its own machine "
                     "alone; fetch the run (`tandem pull`) and use `tandem serve` there", field="target",

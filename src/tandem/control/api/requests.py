@@ -75,8 +75,8 @@ class Plane:
     """The online servers that the operator has named."""
     openid: OpenIdProvider | None = None
     """Where people sign in; None: with keys only."""
-    elsewhere: frozenset[str] = frozenset()
-    """Targets on other machines, whose replicas this server would not reach."""
+    kinds: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By target: the kind of its provider."""
 
     def with_progress(self, info: RunInfo) -> RunInfo:
         """Return the run with what its mirrored files say of its progress. Call it on a thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from tandem.shapes.runs import (
 from tandem.spec.environment import packages_in
 from tandem.spec.load import parse_spec
 from tandem.spec.package_names import package_name
-from tandem.spec.parallel import check_one_host
+from tandem.spec.parallel import check_hosts
 
 READ_BYTES = 4 * 2**20
 """The most bytes of one answer from a file."""
@@ -76,9 +76,10 @@ class RunRoutes:
             raise RequestRefused(503, f"target = '{body.target}': says nothing now; send it again", field="target")
         return answer(await self.plane.plan(body, offered[body.target]))
 
-    async def _checked(self, request: Request, body: PlanBody | SubmitBody) -> tuple[str, bool]:
-        """Check a spec and its target; return its run's name, and whether it leaves a package's version open."""
-        read = partial(_read_spec, body.spec_toml, starts=isinstance(body, SubmitBody))
+    async def _checked(self, request: Request, body: PlanBody | SubmitBody) -> tuple[str, bool, int]:
+        """Check a spec and its target; return its run's name, whether it leaves a package's version open, and on how
+        many hosts it is."""
+        read = partial(_read_spec, body.spec_toml, body.target, self.plane.kinds)
         found = await aside(request)(read) if len(body_at_hand(request)) > AT_ONCE_BYTES else read()
         if body.target not in self.plane.prices:
             known = ", ".join(sorted(self.plane.prices)) or "none"
@@ -90,7 +91,7 @@ class RunRoutes:
         """Queue a run of a spec, on a target. The answer says where it is; the same key gives the same run."""
         caller = caller_of(request, "runs:write")
         body = await asked(request, SubmitBody, keep=True)
-        name, leaves_open = await self._checked(request, body)
+        name, leaves_open, hosts = await self._checked(request, body)
 
         def change(session: Session, body: SubmitBody, now: int) -> RunInfo:
             project, spec_toml = queries.project_of(session, caller, body.project), body.spec_toml
@@ -99,8 +100,8 @@ class RunRoutes:
             submitted = transitions.Submitted(
                 caller.org, body.name or name, spec_toml, body.target,
                 project=project, group=body.group, created_by=caller.key,
-                usd_per_hour=self.plane.prices[body.target], max_cost_usd=body.max_cost_usd, retries=body.retries,
-                secrets=tuple(sorted(set(body.secrets))),
+                usd_per_hour=hosts * self.plane.prices[body.target], max_cost_usd=body.max_cost_usd,
+                retries=body.retries, secrets=tuple(sorted(set(body.secrets))),
             )  # fmt: skip
             return queries.run_info(session, caller, transitions.submit(session, submitted, now), now)
 
@@ -250,16 +251,15 @@ class RunRoutes:
         return answer(UsagePage(items=found, next=found[-1].key if len(found) == limit else ""))
 
 
-def _read_spec(text: str, *, starts: bool) -> tuple[str, bool]:
-    """Check a spec; return its run's name, and whether it names a package without a version. `starts`: it is not only
-    planned."""
+def _read_spec(text: str, target: str, kinds: Mapping[str, str]) -> tuple[str, bool, int]:
+    """Check a spec; return its run's name, whether it names a package without a version, and its hosts."""
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RequestRefused(422, f"spec_toml: is not TOML: {error}", field="spec_toml") from None
     spec = parse_spec(raw)
-    if starts:
-        check_one_host(spec.parallel)
+    if target in kinds:
+        check_hosts(spec.parallel, target, kinds[target])
     environment = getattr(spec, "environment", None)
     names = [] if environment is None or environment.pins else packages_in(environment.name, environment.params)
-    return spec.name, any(not package_name(name).version for name in names)
+    return spec.name, any(not package_name(name).version for name in names), max(1, spec.parallel.hosts)
