@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
 from typing import IO, Any
 
 from tandem.errors import ProviderRefused, ProviderSilent
@@ -22,6 +22,7 @@ class Asked:
         self._command, self._env = command, env
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._left: list[subprocess.Popen[str]] = []
         self._errors: IO[bytes]
 
     def ask(self, call: str, timeout_s: float, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,31 +31,45 @@ class Asked:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
-            try:
+            line, there = "", [process.stdout]
+            with suppress(BrokenPipeError):
                 print(json.dumps({"call": call, **arguments}), file=process.stdin, flush=True)
                 there, _, _ = select.select([process.stdout], [], [], timeout_s)
                 line = process.stdout.readline() if there else ""
-            except BrokenPipeError:
-                line, there = "", True
-            if line:
-                return json.loads(line)
-            self._process = None  # a late answer must not be taken for that to the next call
-            process.stdin.close()
-            if there:
-                process.wait()
-                self._errors.seek(0)
-                last = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-                raise ProviderSilent(f"{self._command[0]} ended with code {process.returncode}: {'; '.join(last[-2:])}")
-            raise ProviderSilent(f"{self._command[0]}: no answer within {timeout_s:g} s")
+            if not line:
+                raise ProviderSilent(
+                    f"{self._command[0]} {self._leave(process, dead=bool(there), timeout_s=timeout_s)}"
+                )
+            return json.loads(line)
 
     def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
+        self._left = [each for each in self._left if each.poll() is None]
+        if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process writes to it
             try:
                 self._process = subprocess.Popen(
                     self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
-                    env={**self._env}, text=True, cwd=Path(self._env["HOME"]),
+                    env={**self._env}, text=True, cwd=self._env["HOME"],
                 )  # fmt: skip
             except OSError as error:
+                self._errors.close()
                 raise ProviderRefused(f"python = '{self._command[0]}': cannot be started: {error.strerror}") from error
         return self._process
+
+    def _leave(self, process: subprocess.Popen[str], *, dead: bool, timeout_s: float) -> str:
+        """Return what became of it. It is asked no more: a late answer would be taken for that to the next call."""
+        self._process = None
+        for pipe in (process.stdin, process.stdout):
+            with suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+        told = f"gave no answer within {timeout_s:g} s"
+        if dead:
+            process.wait()
+            self._errors.seek(0)
+            last = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+            told = f"ended with code {process.returncode}: {'; '.join(last[-2:])}"
+        else:
+            self._left.append(process)  # it may have something to finish
+        self._errors.close()
+        return told

@@ -10,6 +10,7 @@ The client is skypilot_client.py, run by the Python of SkyPilot's own environmen
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import shlex
 import time
@@ -34,7 +35,7 @@ _DOWN_S = 600.0
 # Takes a job to the machine, on stdin.
 _HAND_IN = """cd {root} || exit 1
 [ ! -e {name}/.job/pid ] || exit 0
-[ -p .{name}.in ] && cat > .{name}.in || exit 1
+[ -p .{name}.in ] && timeout 60 flock .{name}.lock sh -c 'cat > .{name}.in' || exit 1
 for n in 1 2 3 4 5 6 7 8 9 10; do [ ! -e {name}/.job/pid ] || exit 0; sleep 0.5; done; exit 1"""
 
 
@@ -89,7 +90,7 @@ class SkyPilotProvider:
                 why = "; ".join(f"{offer.name}: {offer.why_not}" for offer, _ in asked[:5])
                 raise ProviderRefused(f"SkyPilot has nothing that meets the need: {why or 'no such offer or no GPU'}")
             days = self.settings.keep_days or 365
-            await self._ask("launch", name=job.name, task=self._task(job, fitting[0]), days=days, **self._handed(job))
+            await self._ask("launch", name=job.name, task=self.task(job, fitting[0]), days=days, **self.handed(job))
         except ProviderSilent as error:
             raise MaybeLaunched(f"{job.name}: {error}") from error
         return Handle(job.name)
@@ -141,7 +142,8 @@ class SkyPilotProvider:
 
     # --- what SkyPilot is told and tells
 
-    def _task(self, job: Job, resources: dict[str, Any]) -> dict[str, Any]:
+    def task(self, job: Job, resources: dict[str, Any]) -> dict[str, Any]:
+        """Return SkyPilot's task: a machine that waits for the job. Nothing of the job but its name is in it."""
         seconds = math.ceil(job.need.seconds + job.grace_s) if job.need.seconds else 0
         root, waits, idle = self.settings.directory, read_text("skypilot.sh"), str(self.settings.idle_minutes * 60)
         text = written("machine.sh", root, "wait_for_job", job.name, str(seconds), idle, prelude=waits)
@@ -152,15 +154,16 @@ class SkyPilotProvider:
             **({"setup": self.settings.setup} if self.settings.setup else {}),
         }  # fmt: skip
 
-    def _handed(self, job: Job) -> dict[str, Any]:
-        """Return the text that begins the job, and the command that takes it to the machine."""
+    def handed(self, job: Job) -> dict[str, Any]:
+        """Return the line that begins the job, and the command that takes it to the machine."""
         nothing_held = ("0", "0", "0", "0", "")  # the machine is this job's alone
         root, days = self.settings.directory, str(self.settings.keep_days)
         arguments = (days, job.name, *nothing_held, *job.argv)
         text = written("machine.sh", root, "launch", *arguments, prelude=exports(job.env))
         place = f'"$HOME"/{shlex.quote(root[2:])}' if root.startswith("~/") else shlex.quote(root)
         hand_in = _HAND_IN.format(root=place, name=job.name)
-        return {"text": text, "command": [*self._ssh(job.name), f"exec sh -c {shlex.quote(hand_in)}"]}
+        line = f"\n:{base64.b64encode(text.encode()).decode()}:\n"
+        return {"text": line, "command": [*self._ssh(job.name), f"exec sh -c {shlex.quote(hand_in)}"]}
 
     def _ssh(self, name: str) -> tuple[str, ...]:
         """Return the command line that reaches a machine as SkyPilot says it is reached."""

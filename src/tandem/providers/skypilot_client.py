@@ -4,12 +4,14 @@ in: a line of JSON for each call: its name and its arguments. out: a line for ea
 no answer came, or {"refused": why}. SkyPilot's own prints go to stderr.
 
 SkyPilot would put a job's environment into its database, and into arguments and files on the machine. What it starts
-only waits, and a thread hands the job in over SSH. After the end of its input this process stays until all are handed in.
+only waits, and a thread hands the job in over SSH. After the end of its input this process stays until all jobs are
+handed in.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -46,6 +48,8 @@ class Client:
     @property
     def _sdk(self) -> Any:
         """SkyPilot's SDK. It would start a server where none answers, so that is asked first."""
+        if importlib.util.find_spec("sky") is None:
+            raise Refused(f"{sys.executable} has no SkyPilot; `{sys.executable} -m pip install skypilot`")
         try:
             urllib.request.urlopen(f"{self._server}/api/health", timeout=10).close()
         except urllib.error.HTTPError:
@@ -160,8 +164,6 @@ class Client:
             return {"ok": getattr(self, call.pop("call"))(**call)}
         except Refused as error:
             return {"refused": plain(error)}
-        except ImportError as error:
-            return {"refused": f"{sys.executable} has no SkyPilot ({plain(error)}); pip install skypilot there"}
         except Exception as error:  # noqa: BLE001 - of SkyPilot, of the network: all are no answer
             return {"silent": plain(error)}
 
