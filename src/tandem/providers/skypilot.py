@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tandem.errors import MaybeLaunched, ProviderRefused, ProviderSilent
-from tandem.providers.asked import Asked
+from tandem.providers.line_process import LineProcess
 from tandem.providers.scripted import ScriptedProvider
 from tandem.providers.settings import TargetSettings, check_job, checked_name, checked_path
 from tandem.providers.shell import Shell, exports, only_from_here, read_text, written
@@ -233,6 +233,6 @@ class SkyPilotProvider:
 
 
 @cache
-def _client(command: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> Asked:
+def _client(command: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> LineProcess:
     """Return the one client of all targets that ask the same server: SkyPilot's import takes seconds."""
-    return Asked(command, dict(env))
+    return LineProcess(command, dict(env))

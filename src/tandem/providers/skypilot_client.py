@@ -32,11 +32,11 @@ _HAND_IN_S = 3600
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class Refused(Exception):
+class NeverSo(Exception):
     """What can never be as it was asked."""
 
 
-class Client:
+class SkyPilotClient:
     """A SkyPilot API server. Every method but `answer` is a call."""
 
     def __init__(self, server: str) -> None:
@@ -49,7 +49,7 @@ class Client:
     def _sdk(self) -> Any:
         """SkyPilot's SDK. It would start a server where none answers, so that is asked first."""
         if importlib.util.find_spec("sky") is None:
-            raise Refused(f"{sys.executable} has no SkyPilot; `{sys.executable} -m pip install skypilot`")
+            raise NeverSo(f"{sys.executable} has no SkyPilot; `{sys.executable} -m pip install skypilot`")
         try:
             urllib.request.urlopen(f"{self._server}/api/health", timeout=10).close()
         except urllib.error.HTTPError:
@@ -99,7 +99,7 @@ class Client:
         sdk = self._sdk
         infra = sdk.get(sdk.enabled_clouds(expand=True))
         if not infra:
-            raise Refused("SkyPilot has no cloud, Kubernetes or Slurm that it may use; `sky check` says why")
+            raise NeverSo("SkyPilot has no cloud, Kubernetes or Slurm that it may use; `sky check` says why")
         rows: list[list[Any]] = []
         if gpus:
             clouds = sorted({each.split("/")[0].lower() for each in infra})
@@ -121,7 +121,7 @@ class Client:
             try:
                 request = sdk.launch(self._sky.Task.from_yaml_config(task), cluster_name=name)
             except (ValueError, self._sky.exceptions.InvalidClusterNameError) as error:
-                raise Refused(plain(error)) from error
+                raise NeverSo(plain(error)) from error
         if name not in self._handing or not self._handing[name].is_alive():
             self._handing[name] = threading.Thread(target=self._hand_in, args=(name, request, command, text))
             self._handing[name].start()
@@ -162,7 +162,7 @@ class Client:
         call = json.loads(line)
         try:
             return {"ok": getattr(self, call.pop("call"))(**call)}
-        except Refused as error:
+        except NeverSo as error:
             return {"refused": plain(error)}
         except Exception as error:  # noqa: BLE001 - of SkyPilot, of the network: all are no answer
             return {"silent": plain(error)}
@@ -180,7 +180,7 @@ def plain(error: BaseException) -> str:
 def main(server: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    client = Client(server)
+    client = SkyPilotClient(server)
     for line in sys.stdin:
         print(json.dumps(client.answer(line)), file=answers, flush=True)
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 from tandem.errors import ProviderRefused, ProviderSilent
 
 
-class Asked:
+class LineProcess:
     """A child process that answers one call after the other. It is started when it is first asked, and again after it
     has died. It ends by itself after the end of its input."""
 
