@@ -8,7 +8,7 @@ ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
 REAL := .tandem/real
 
-.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-skypilot test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -153,6 +153,11 @@ test-wheel: install
 # With a vLLM of the CPU in an environment of its own; TANDEM_VLLM_PYTHON names its interpreter.
 test-vllm: install
 	$(BIN)/python -m pytest -rs tests/vllm
+
+# SkyPilot's API server, and machines that it starts on Slurm's daemons; half an hour. TANDEM_SKYPILOT_PYTHON names the
+# Python of an environment with skypilot and uv; bubblewrap, rsync, socat and a Python 3.10 on the PATH are needed, too.
+test-skypilot: install
+	$(BIN)/python -m pytest -rs tests/providers/test_skypilot.py tests/providers/test_skypilot_alone.py
 
 # verifiers and OpenEnv want different versions of one package: each has an environment, which sees ours beneath it.
 test-adapters: $(ADAPTERS)/verifiers/.installed $(ADAPTERS)/openenv/.installed

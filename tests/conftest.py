@@ -73,6 +73,8 @@ SLOW = {
     "control/test_packages_attacked.py": "more than a hundred and fifty attacks on a real server",
     "control/test_packages_played.py": "a real server, pip, and whole runs of a package",
     "providers/test_ray.py": "a real Ray cluster, where it is installed",
+    "providers/test_skypilot.py": "machines that SkyPilot starts, where it is installed",
+    "providers/test_skypilot_texts.py": "what waits on a machine for a job, and for its end",
     "providers/test_slurm.py": "Slurm's real daemons, some times killed",
 }
 """The slow tier, `make test-slow`: a folder or a file, and what takes its time. `make test` runs all the others."""

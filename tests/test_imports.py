@@ -72,8 +72,8 @@ LIGHT = (
 )
 
 COMES_WITH = {"pydantic_core": "pydantic", "starlette": "fastapi", "mcp_types": "mcp", "triton": "torch"}
-BROUGHT = {"vllm", "wandb", "mlflow", "trackio"}
-"""In an environment of its own, and the trackers that a user installs."""
+BROUGHT = {"vllm", "sky", "wandb", "mlflow", "trackio"}
+"""In environments of their own, and the trackers that a user installs."""
 
 TOO_LONG_FILE, TOO_LONG_FUNCTION = 600, 100
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,8 +61,9 @@ def answers(port: int) -> bool:
 class Sshd:
     """OpenSSH's server on loopback, with keys of its own."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.port = root, free_port()
+    def __init__(self, root: Path, *, within: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
+        """`within`: the command that it runs below. `env`: what its sessions have beside the usual variables."""
+        self.root, self.port, self.within = root, free_port(), within
         for name in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", root / name], check=True)
         shutil.copy(root / "user.pub", root / "authorized")
@@ -71,6 +72,7 @@ class Sshd:
         (root / "config").write_text(
             f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {root}/host\nPidFile {root}/pid\nUsePAM no\n"
             f"AuthorizedKeysFile {root}/authorized\nStrictModes no\nPasswordAuthentication no\n"
+            + (f"SetEnv {' '.join(f'{name}={value}' for name, value in env.items())}\n" if env else "")
         )
         Path("/run/sshd").mkdir(exist_ok=True)
         self.start()
@@ -83,7 +85,9 @@ class Sshd:
 
     def start(self) -> subprocess.Popen[bytes]:
         with (self.root / "log").open("ab") as log:
-            self.process = subprocess.Popen([sshd(), "-D", "-e", "-f", str(self.root / "config")], stderr=log)
+            self.process = subprocess.Popen(
+                [*self.within, sshd(), "-D", "-e", "-f", str(self.root / "config")], stderr=log
+            )
         until(lambda: answers(self.port))
         return self.process
 
@@ -109,7 +113,9 @@ def sshd() -> str:
 class Slurm:
     """Slurm's own daemons on loopback: munged, slurmctld, and slurmd for two nodes, with GPUs that are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, within: Sequence[str] = ()) -> None:
+        """`within`: the command that its nodes run below."""
+        self.within = within
         self.root = root = Path(tempfile.mkdtemp(prefix="slurm-"))  # munged wants a path that all may enter
         self.conf = root / "slurm.conf"
         host, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(3)]
@@ -156,7 +162,7 @@ class Slurm:
         until(lambda: "is UP" in self.tell("scontrol", "ping"), 30)
 
     def start_node(self, number: int) -> subprocess.Popen[bytes]:
-        return self._started("slurmd", "-D", "-N", f"n{number}")
+        return self._started("slurmd", "-D", "-N", f"n{number}", within=self.within)
 
     def start_controller(self) -> subprocess.Popen[bytes]:
         return self._started("slurmctld", "-D")
@@ -177,10 +183,11 @@ class Slurm:
                     os.kill(int(environ.parent.name), signal.SIGKILL)
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _started(self, program: str, *options: str) -> subprocess.Popen[bytes]:
+    def _started(self, program: str, *options: str, within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         env = {**os.environ, "SLURM_CONF": str(self.conf)}
         with (self.root / "log").open("ab") as log:
-            return subprocess.Popen([slurm(program), *options], stdout=log, stderr=log, env=env, start_new_session=True)
+            command = [*within, slurm(program), *options]
+            return subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
 
     def tell(self, *command: str) -> str:
         env = {**os.environ, "SLURM_CONF": str(self.conf)}

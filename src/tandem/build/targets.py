@@ -12,13 +12,14 @@ from tandem.errors import SpecError
 from tandem.protocols import Provider
 from tandem.providers.machine import LocalSettings, MachineProvider, SshTargetSettings
 from tandem.providers.ray import RayProvider, RaySettings
+from tandem.providers.skypilot import SkyPilotProvider, SkyPilotSettings
 from tandem.providers.slurm import SlurmProvider, SlurmSettings
 from tandem.spec.base import Spec
 from tandem.spec.load import plain_message
 from tandem.spec.toml import read_toml
 
 AnyTarget: TypeAlias = Annotated[
-    LocalSettings | SshTargetSettings | SlurmSettings | RaySettings, Field(discriminator="kind")
+    LocalSettings | SshTargetSettings | SlurmSettings | RaySettings | SkyPilotSettings, Field(discriminator="kind")
 ]
 
 TARGETS_FILE = Path("~/.config/tandem/targets.toml")
@@ -84,7 +85,7 @@ def _explained(item: object) -> str:
             kinds = str(error["ctx"]["expected_tags"]).replace("'", '"')
             return f'{field}.kind = "{error["ctx"]["tag"]}": must be one of {kinds}'
         case "union_tag_not_found":
-            return f'{field}.kind: is missing; write kind = "local", "ssh", "slurm" or "ray"'
+            return f'{field}.kind: is missing; write kind = "local", "ssh", "slurm", "ray" or "skypilot"'
         case "missing":
             return f"{field}: is missing; add it (docs/targets.md lists every field)"
         case "extra_forbidden":
@@ -99,4 +100,6 @@ def open_provider(settings: AnyTarget) -> Provider:
         return SlurmProvider(settings)
     if isinstance(settings, RaySettings):
         return RayProvider(settings)
+    if isinstance(settings, SkyPilotSettings):
+        return SkyPilotProvider(settings)
     return MachineProvider(settings)

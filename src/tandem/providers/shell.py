@@ -90,8 +90,7 @@ class Shell:
     async def run(self, script: str, root: str, function: str, *arguments: str, prelude: str = "") -> Printed:
         """Call a function of `script`, a file beside this one, which common.sh precedes. ProviderSilent if there is no
         answer."""
-        call = " ".join(["main", shlex.quote(root), function, *map(shlex.quote, arguments)])
-        text = "\n".join([_read("common.sh"), _read(script), prelude, call, ""])
+        text = written(script, root, function, *arguments, prelude=prelude)
         async with self._free:
             answer = await self._answer(text.encode())
         if answer.code == 255 and self.command[0] == "ssh":
@@ -123,8 +122,15 @@ class Shell:
         return Printed(process.returncode or 0, out, "; ".join(last[-3:]))
 
 
+def written(script: str, root: str, function: str, *arguments: str, prelude: str = "") -> str:
+    """Return the text that calls a function of `script`."""
+    call = " ".join(["main", shlex.quote(root), function, *map(shlex.quote, arguments)])
+    return "\n".join([read_text("common.sh"), read_text(script), prelude, call, ""])
+
+
 @cache
-def _read(name: str) -> str:
+def read_text(name: str) -> str:
+    """Return a file of this folder."""
     return files("tandem.providers").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -158,8 +158,8 @@ class RankProcesses:
         return {**self._here.ended(), **self._elsewhere}
 
     def sign(self, rank: int) -> tuple[str, float] | None:
-        """As of `HostRanks`. Those of other hosts are not watched before they have met rank 0: a shared disk is late, and
-        clocks differ."""
+        """As of `HostRanks`. Those of other hosts are not watched before they have met rank 0: a shared disk is late,
+        and clocks differ."""
         return self._here.sign(rank)
 
     def kill(self) -> None:
