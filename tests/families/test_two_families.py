@@ -79,8 +79,8 @@ def positions_of(model: suite.BuiltModel, lengths: list[int]) -> int:
     rows = [[Trajectory([1] * each, [False, *[True] * (each - 1)], [0.0] * each, [-1] * each)] for each in lengths]
     (micro,) = suite.batch_of(rows, shares_never)
     counted: list[int] = []
-    layer = model.policy.head.body.layers[0]
-    hook = layer.register_forward_hook(lambda _part, given, _told: counted.append(given[0].shape[:2].numel()))
+    body: Any = model.policy.head.body
+    hook = body.layers[0].register_forward_hook(lambda _part, given, _told: counted.append(given[0].shape[:2].numel()))
     model.policy.score(micro, 1.0)
     hook.remove()
     return sum(counted)

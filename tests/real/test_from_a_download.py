@@ -145,7 +145,7 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(reader: Reader):
     reader.does(f"{begin} runs/whole")
     whole = reader.does(digest.replace("runs/plus", "runs/whole"))
     with reader.meanwhile(f"{begin} runs/killed") as victim:
-        wait_for(reader.home / "runs" / "killed" / "checkpoints" / "step-1", victim, 300)
+        wait_for(reader.home / "runs" / "killed" / "checkpoints" / "step-1", victim, 900)
         os.kill(victim.pid, signal.SIGKILL)
         victim.wait()
     assert reader.status("runs/killed")["state"] == "running"
