@@ -397,6 +397,11 @@ family at a tiny size with random weights, on a CPU in float32, as transformers 
 | export | plain transformers loads what was exported after a step, with the trainer's logprobs |
 | ranks | several ranks can read the model's files by rows |
 
+Layers that read a row from its left (gated delta net, short convolution, Mamba) would mix the sequences of a row. So in
+Qwen3-Next, Qwen3.5, LFM2, Granite 4, Jamba, Falcon-H1 and OLMo hybrid each sequence has a row of its own, beside
+sequences of like length: packed batches give the results of single sequences, with about a fifth of padding on
+instruction data. The varlen arguments of their GPU kernels (`cu_seqlens`, `seq_idx`) are not used.
+
 A family that is not here may work: `tandem model check MODEL` ([models.md](models.md#check-a-model-first)) says so of
 one model. vLLM is not part of the suite; `tandem engine check` compares it.
 

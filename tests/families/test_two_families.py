@@ -12,7 +12,9 @@ import torch
 from tandem.build import engaged
 from tandem.errors import SyncError
 from tandem.ops import attention_masks
+from tandem.ops.byte_sizes import shares_never
 from tandem.spec.load import parse_spec
+from tandem.types import Trajectory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ("trainer", "packing", "prompt trees", "all weights, inproc", "adapter", "export")
@@ -62,6 +64,7 @@ def test_a_hybrid_learns_from_packed_sequences_as_from_single_ones_and_the_run_s
     bench = suite.Bench(suite.FAMILIES["LFM2"], tmp_path)
     assert [suite.outcome(cell, bench) for cell in ("trainer", "packing", "prompt trees", "SFT")] == ["yes"] * 4
     assert "which the embedded engine cannot batch; set engine.kind = 'vllm'" in suite.outcome("disk", bench)
+    assert positions_of(bench.built(), [1000, 100, 90, 980, 110, 30]) < 1.1 * (1000 + 100 + 90 + 980 + 110 + 30)
     raw = {
         "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},
         "data": {"kind": "file", "path": "rows.jsonl"},
@@ -69,3 +72,15 @@ def test_a_hybrid_learns_from_packed_sequences_as_from_single_ones_and_the_run_s
     noted = {name: (engaged, why) for name, _, engaged, why in engaged.options(parse_spec(raw), bench.built())}
     assert noted["packing of sequences"][0] is False
     assert "lfm2 has layers of kind conv, so each sequence has a row of its own" in noted["packing of sequences"][1]
+
+
+def positions_of(model: suite.BuiltModel, lengths: list[int]) -> int:
+    """Return how many positions the model computes for one micro-batch of sequences of these lengths."""
+    rows = [[Trajectory([1] * each, [False, *[True] * (each - 1)], [0.0] * each, [-1] * each)] for each in lengths]
+    (micro,) = suite.batch_of(rows, shares_never)
+    counted: list[int] = []
+    body: Any = model.policy.head.body
+    hook = body.layers[0].register_forward_hook(lambda _part, given, _told: counted.append(given[0].shape[:2].numel()))
+    model.policy.score(micro, 1.0)
+    hook.remove()
+    return sum(counted)

@@ -109,8 +109,8 @@ def test_where_every_answer_scores_0_the_run_shows_some_and_ends_long_before_its
         recipes.run(parse_spec(spec | {"eval": {"tasks": 8}}), tmp_path / "run", view=view)
     told = printed.getvalue().splitlines()
     first, second = (told.index(f"   evaluation before {what}: 0.0 %") for what in ("training", "RL"))
-    assert "scored" not in told[first + 1]  # a warm-up is still to come
-    assert told[second + 1] == "   all 8 answers scored 0, such as:"
+    assert "were wrong" not in told[first + 1]  # a warm-up is still to come
+    assert told[second + 1] == "   all 8 answers were wrong, such as:"
     for line, number in zip(told[second + 2 : second + 5], (1, 2, 3), strict=True):
         assert re.fullmatch(r'   task eval-\d: ".*"(, cut off by the limit on tokens)?: reward 0', line), number
     said = str(ended.value).splitlines()

@@ -116,6 +116,12 @@ def test_micro_batches_come_in_multiples_and_hold_every_row_once(seed):
         assert balance.imbalance(costs, multiple) < 0.5
 
 
+def test_rows_that_would_be_mostly_padding_have_a_call_of_their_own():
+    widths = [1000, 100, 90, 980, 110, 30]
+    assert row_packing.micro_batches(widths, 4000) == [[0, 3, 4, 1], [2, 5]]
+    assert row_packing.micro_batches(widths, 4000, most_padding=64) == [[0, 3], [4, 1, 2], [5]]
+
+
 def test_too_few_rows_give_fewer_micro_batches():
     assert [len(part) for part in row_packing.in_multiples([9, 8, 7], 512, 1, 4)] == [1, 1, 1]
     assert balance.dealt(["a", "b", "c"], 4) == [["a", "b", "c", None]]

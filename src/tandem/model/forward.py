@@ -21,6 +21,7 @@ from torch._functorch import config as functorch
 
 from tandem.ops import attention_masks, packed_attention
 from tandem.ops.lm_head import Head
+from tandem.ops.row_packing import micro_batches
 from tandem.types import MicroBatch, PackedRows
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 _SELECTIVE = 0.85
 """Share of a compiled layer's activations that are kept. Outputs of norms and the input of the last product are
 recomputed; attention is not, which would begin between 0.7 and 0.8."""
+_PADDING = 256
+"""Most positions of padding in a call of sequences that have a row each; one more call costs about as much."""
 _NEAR = 0.1
 """Largest relative difference between packed and masked rows, which are both rounded to 16 bits at every operation."""
 
@@ -92,17 +95,15 @@ def _each_alone(head: Head, micro: MicroBatch) -> Tensor:
     right.
 
     A branch of a prompt is computed with its prompt, and so is the prompt itself. Sequences of similar lengths share a
-    call, which has no more positions than the micro-batch or the longest sequence.
+    call, which has no more positions than the micro-batch or the longest sequence, and little padding.
     """
     (begins, begins_k, _, _, keys_K), tokens_T = micro.packed.spans, micro.packed.tokens_T
     ids_K = micro.ids_BT.flatten()[tokens_T if keys_K is None else tokens_T[keys_K]]
     own, whole = begins.diff().tolist(), begins_k.diff().tolist()
     ids = ids_K.split(whole)
     found: list[Tensor] = [ids_K] * len(own)
-    order, most = sorted(range(len(own)), key=lambda each: -whole[each]), micro.ids_BT.numel()
-    while order:
-        width = whole[order[0]]
-        now, order = order[: max(1, most // width)], order[max(1, most // width) :]
+    for now in micro_batches(whole, micro.ids_BT.numel(), _PADDING):
+        width = whole[now[0]]
         ids_ST = torch.nn.utils.rnn.pad_sequence([ids[each] for each in now], batch_first=True)
         positions_ST = torch.arange(width, device=ids_ST.device).expand_as(ids_ST)
         hidden_STH = head.hidden(ids_ST, positions_ST, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TypeVar
@@ -49,15 +50,16 @@ def first_fit(lengths: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def micro_batches(widths: Sequence[int], micro_tokens: int) -> list[list[int]]:
+def micro_batches(widths: Sequence[int], micro_tokens: int, most_padding: float = math.inf) -> list[list[int]]:
     """Return micro-batches, each as indices of `widths`: rows of like length, at most `micro_tokens` positions with the
-    padding included, one row at least."""
+    padding included, of which at most `most_padding` are padding; one row at least."""
     parts: list[list[int]] = []
-    width = 0
+    width = padding = 0
     for index in sorted(range(len(widths)), key=lambda index: -widths[index]):
-        if not parts or width * (len(parts[-1]) + 1) > micro_tokens:
+        padding += width - widths[index]
+        if not parts or width * (len(parts[-1]) + 1) > micro_tokens or padding > most_padding:
             parts.append([])
-            width = widths[index]
+            width, padding = widths[index], 0
         parts[-1].append(index)
     return parts
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,8 +174,10 @@ def _memory(spec: PathModel, dtype: str, gpu: str) -> dict[str, str]:
 def _ask(check: ModelCheck, model: BuiltModel, dtype: str) -> None:
     """Ask one question, and compare the engine's logprobs of its answer with the trainer's."""
     prompt = model.renderer.prompt([{"role": "user", "content": QUESTION}])
+    routes = _Routes(model.policy.module)
     try:
-        told = asyncio.run(_answered(model, prompt))
+        told = asyncio.run(_answered(model, prompt, routes))
+        of_engine = routes.taken()
         row = Trajectory(
             ids=[*prompt, *told.ids],
             trained=[False] * len(prompt) + [True] * len(told.ids),
@@ -194,6 +197,8 @@ def _ask(check: ModelCheck, model: BuiltModel, dtype: str) -> None:
         "is": repr(model.renderer.decode(told.ids, skip_special=False)),
         "nats a token, engine from trainer": gap,
     }
+    if of_engine:
+        check.answer["experts that differ"] = _routes_that_differ(of_engine, routes.taken(), len(row.ids) - 1)
     if not gap <= _MOST_GAP[dtype]:
         check.findings.append(
             f"engine and trainer differ by {gap:.2g} nats a token, where {_MOST_GAP[dtype]:g} is the most in {dtype}: "
@@ -201,12 +206,42 @@ def _ask(check: ModelCheck, model: BuiltModel, dtype: str) -> None:
         )
 
 
-async def _answered(model: BuiltModel, prompt: list[int]) -> Any:
+class _Routes:
+    """Notes which experts each token is sent to, in each layer of a mixture of experts."""
+
+    def __init__(self, module: Any) -> None:
+        self._noted: dict[str, list[Any]] = {}
+        for name, part in module.named_modules():
+            if type(part).__name__.endswith("Router"):
+                part.register_forward_hook(partial(self._note, name))
+
+    def _note(self, name: str, _part: Any, _given: Any, told: Any) -> None:
+        chosen_TK = told[-1] if isinstance(told, tuple) else told
+        if not chosen_TK.is_floating_point():
+            self._noted.setdefault(name, []).append(chosen_TK.detach())
+
+    def taken(self) -> list[Any]:
+        """Return the experts chosen since the last call, [tokens, experts of a token], of each layer."""
+        import torch
+
+        noted, self._noted = self._noted, {}
+        return [torch.cat(each) for each in noted.values()]
+
+
+def _routes_that_differ(ours: list[Any], theirs: list[Any], count: int) -> str:
+    """Compare the choices for the first `count` tokens; the engine does not compute the last one."""
+    differ = [(a[:count].sort(1)[0] != b[:count].sort(1)[0]).any(1) for a, b in zip(ours, theirs, strict=True)]
+    found, of = sum(int(each.sum()) for each in differ), count * len(differ)
+    return f"{found} of {of:,} choices, one for each token and layer ({found / of:.1%})"
+
+
+async def _answered(model: BuiltModel, prompt: list[int], routes: _Routes) -> Any:
     engine = standalone_engines.embedded(HfEngineSpec(), model, inline=True)
     bridge = run_engines.inproc_bridge()
     await engine.attach(bridge.source(engine.receivers))
     bridge.send(model.policy.weights(0, "live"))
     await engine.load(0)
+    routes.taken()  # what was computed before the answer
     try:
         return await engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0))
     finally:

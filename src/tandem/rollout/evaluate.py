@@ -34,7 +34,8 @@ class Evaluation:
         """Example answers if all tasks have one equal score, not above 0; otherwise empty."""
         if not self.played or max(self.scores) > 0 or len(set(self.scores)) > 1:
             return ""
-        return f"all {len(self.scores)} answers scored {self.mean:g}, such as:\n{answers(self.played)}"
+        what = "were wrong" if self.measure == "accuracy" else f"scored {self.mean:g}"
+        return f"all {len(self.scores)} answers {what}, such as:\n{answers(self.played)}"
 
 
 def held_out(tasks: Sequence[Task], count: int, seed: int) -> list[Task]:
