@@ -83,6 +83,14 @@ def test_a_redirect_of_an_online_server_is_not_followed(tmp_path: Path):
     plane.plane.store.close()
 
 
+def test_the_file_of_targets_names_online_servers_as_its_page_shows(tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs/targets.md").read_text()
+    shown = page.partition("## Online servers")[2].partition("    [online.learner]")[2].partition("\n\n")[0]
+    (file := tmp_path / "targets.toml").write_text(f"[targets]\n[online.learner]{shown}\n")
+    found = read_online(file)["learner"]
+    assert (found.url, found.token_file, found.model) == ("http://127.0.0.1:8080", "/srv/learner/token", "learner")
+
+
 @pytest.mark.parametrize("url", ["http://10.0.0.1:80", "http://127.0.0.1.evil.org", "https://user@host", "file:///x"])
 def test_an_online_server_is_reached_by_https_or_on_this_machine(tmp_path: Path, url: str):
     (file := tmp_path / "targets.toml").write_text(
