@@ -6,7 +6,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import sqlalchemy as sa
@@ -21,6 +21,7 @@ from tandem.control.queries import DEFAULT, project_of, visible_run
 from tandem.control.replicas import Replicas
 from tandem.control.tables import Deployment, Rating, Revision, Run
 from tandem.errors import Conflict, NotKnown
+from tandem.shapes.agent import weights_of
 from tandem.shapes.deployments import DeployBody, DeploymentInfo, Measured, RevisionInfo
 
 WHOLE = 100
@@ -92,11 +93,6 @@ def _refuse_online(row: Deployment) -> None:
         raise Conflict(f"'{row.name}' is the online server '{row.online}', which makes and promotes its own versions")
 
 
-def online_of(session: Session, caller: Caller) -> list[str]:
-    """Return the online servers behind the names that a caller may ask."""
-    return sorted({row.online for row in listed(session, caller)} - {""})
-
-
 def base_of(spec_toml: str) -> str:
     """Return a text that is the same for runs that train adapters over the same base: the same [model], but for what is
     trained. Empty for a run whose base is not served under adapters."""
@@ -153,7 +149,7 @@ def info(session: Session, row: Deployment, replicas: Replicas, now: int) -> Dep
     items, rated = list[RevisionInfo](), _rated(session, row.id)
     for each in _revisions(session, row.id):
         run = session.get_one(Run, each.replica)
-        seen, model = Counts(**each.counts), f"{row.name}@{each.n}"
+        seen, model = Counts(**each.counts), _weights(row.name, each)
         fine = seen.requests - seen.errors
         low, high = counts.wilson(seen.errors, seen.requests)
         errors = Measured(
@@ -215,7 +211,7 @@ def _set_weights(session: Session, row: Deployment, weights: dict[int, int], rep
     revisions = _revisions(session, row.id)
     for each in revisions:
         run = session.get_one(Run, each.replica)
-        model = f"{row.name}@{each.n}"
+        model = _weights(row.name, each)
         if weights.get(each.n) and replicas.find(each.replica, now, model) is None and not _is_asleep(each, run):
             why = run.why or replicas.why_not(each.replica, model)
             raise Conflict(f"{row.name}@{each.n} does not answer yet{f': {why}' if why else ''}", field="revision")
@@ -242,6 +238,10 @@ def undeploy(session: Session, row: Deployment, now: int) -> None:
     session.flush()
 
 
+def _weights(name: str, revision: Revision) -> str:
+    return weights_of(f"{name}@{revision.n}", revision.run, revision.step)
+
+
 def _revisions(session: Session, deployment: str) -> list[Revision]:
     return list(session.scalars(sa.select(Revision).where(Revision.deployment == deployment).order_by(Revision.n)))
 
@@ -261,6 +261,8 @@ class Candidate:
     asleep: bool = False
     online: str = ""
     """The online server that answers in place of a revision."""
+    weights: str = ""
+    """The model that its replica must have, by `weights_of`."""
 
 
 def candidates(session: Session, caller: Caller, name: str) -> list[Candidate]:
@@ -276,14 +278,20 @@ def candidates(session: Session, caller: Caller, name: str) -> list[Candidate]:
         sa.select(Revision, Run).join(Run, Run.id == Revision.replica).where(of).order_by(Revision.n)
     )
     found = [
-        Candidate(each.deployment, each.n, each.replica, each.weight, each.canary, _is_asleep(each, run))
+        Candidate(
+            each.deployment,
+            each.n,
+            each.replica,
+            each.weight,
+            each.canary,
+            _is_asleep(each, run),
+            weights=_weights(plain, each),
+        )
         for each, run in cast("list[tuple[Revision, Run]]", rows.all())
     ]
     if not pinned:
         return [each for each in found if each.weight or each.canary]
-    found = [
-        Candidate(each.deployment, each.n, each.replica, asleep=each.asleep) for each in found if str(each.n) == pinned
-    ]
+    found = [replace(each, weight=1, canary=0.0) for each in found if str(each.n) == pinned]
     if not found:
         raise NotKnown(f"there is no revision '{name:.80}'", field="model")
     return found
