@@ -294,6 +294,15 @@ def test_a_name_without_a_replica_says_when_to_ask_again(plane: Served, monkeypa
     told = asyncio.run(names.ask())
     assert (told.status_code, told.headers["retry-after"]) == (503, "5")
     assert "'support@1' does not answer now" in told.text
+    run = plane.replica_runs()[0]
+    plane.close_attempt(run, "waiting")
+    plane.open_attempt(run)
+    assert asyncio.run(names.shown())[0]["why"] == "start 2; before: closed by the test"
+    plane.close_attempt(run, "failed")
+    monkeypatch.setattr("tandem.control.api.deployment_routes.WAIT_S", 60.0)
+    told = asyncio.run(names.ask())  # at once
+    assert (told.status_code, told.headers.get("retry-after")) == (503, None)
+    assert "`tandem deployments support` says why" in told.text
 
 
 LORA = SPEC.replace('{ preset = "tiny" }', '{ preset = "tiny", lora = { rank = 4 } }')

@@ -19,7 +19,7 @@ from tandem.control.decide import ENDED
 from tandem.control.ids import new_id
 from tandem.control.queries import DEFAULT, project_of, visible_run
 from tandem.control.replicas import Replicas
-from tandem.control.tables import Deployment, Rating, Revision, Run
+from tandem.control.tables import Attempt, Deployment, Rating, Revision, Run
 from tandem.errors import Conflict, NotKnown
 from tandem.shapes.agent import weights_of
 from tandem.shapes.deployments import DeployBody, DeploymentInfo, Measured, RevisionInfo
@@ -150,6 +150,7 @@ def info(session: Session, row: Deployment, replicas: Replicas, now: int) -> Dep
     for each in _revisions(session, row.id):
         run = session.get_one(Run, each.replica)
         seen, model = Counts(**each.counts), _weights(row.name, each)
+        ready = replicas.find(each.replica, now, model) is not None
         fine = seen.requests - seen.errors
         low, high = counts.wilson(seen.errors, seen.requests)
         errors = Measured(
@@ -158,8 +159,8 @@ def info(session: Session, row: Deployment, replicas: Replicas, now: int) -> Dep
         items.append(
             RevisionInfo(
                 n=each.n, run=each.run, step=each.step, weight=each.weight, state=run.state,
-                why=run.why or each.why or replicas.why_not(each.replica, model),
-                ready=replicas.find(each.replica, now, model) is not None, at=each.at, asleep=_is_asleep(each, run),
+                why=run.why or each.why or replicas.why_not(each.replica, model) or _why_again(session, run, ready),
+                ready=ready, at=each.at, asleep=_is_asleep(each, run),
                 canary=each.canary, keep_s=each.keep_s, errors=errors,
                 seconds=_measured(fine, seen.seconds, seen.squares),
                 feedback=_measured(*rated.get(each.n, (0, 0.0, 0.0))),
@@ -179,6 +180,14 @@ def _rated(session: Session, deployment: str) -> dict[int, tuple[int, float, flo
     sums = sa.func.count(), sa.func.sum(Rating.value), sa.func.sum(Rating.value * Rating.value)
     asked = sa.select(Rating.n, *sums).where(Rating.deployment == deployment).group_by(Rating.n)
     return {n: (count, total, squares) for n, count, total, squares in session.execute(asked)}
+
+
+def _why_again(session: Session, run: Run, ready: bool) -> str:
+    """Return why a replica that does not answer yet was started again; empty at its first start."""
+    if ready or run.attempt_n < 2:
+        return ""
+    before = sa.select(Attempt.closed_why).where(Attempt.run == run.id, Attempt.n == run.attempt_n - 1)
+    return f"start {run.attempt_n}; before: {session.scalar(before)}"
 
 
 def _is_asleep(revision: Revision, run: Run) -> bool:
@@ -263,6 +272,8 @@ class Candidate:
     """The online server that answers in place of a revision."""
     weights: str = ""
     """The model that its replica must have, by `weights_of`."""
+    ended: bool = False
+    """Its replica has ended and is not started again."""
 
 
 def candidates(session: Session, caller: Caller, name: str) -> list[Candidate]:
@@ -285,7 +296,7 @@ def candidates(session: Session, caller: Caller, name: str) -> list[Candidate]:
             each.weight,
             each.canary,
             _is_asleep(each, run),
-            weights=_weights(plain, each),
+            weights=_weights(plain, each), ended=run.state in ENDED,
         )
         for each, run in cast("list[tuple[Revision, Run]]", rows.all())
     ]

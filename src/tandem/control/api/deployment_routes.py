@@ -232,7 +232,7 @@ class DeploymentRoutes:
         if passed.status_code in (401, 403, 421):  # of this server's token and address, not of the caller's
             await passed.whole()
             why = f"'{plain}': its online server refuses this server ({passed.status_code}); tell the operator to look"
-            raise RequestRefused(503, f"{why} at [online.{server}] in the file of targets", retry_after_s=60.0)
+            raise RequestRefused(503, f"{why} at [online.{server}] in the file of targets")
         return await passed.with_version(plain)
 
     async def _pass_on(self, request: Request, path: str) -> Response:
@@ -268,6 +268,9 @@ class DeploymentRoutes:
             elif choice.asleep:
                 await self.plane.store.write(partial(deployments.wake, choice=choice, now=self.plane.clock()))
                 self.plane.wake()
+            elif choice.ended:
+                why = f"'{revision}' has failed or was ended; `tandem deployments {plain}` says why"
+                raise RequestRefused(503, why)
             if time.monotonic() - began > WAIT_S:
                 if counts and not choice.asleep:
                     self._tally(choice)(0.0, failed=True)
@@ -399,7 +402,8 @@ def pick(found: Sequence[Candidate], session_id: str, is_ready: Callable[[Candid
     """Return a revision by weight, the same one for the same session. One that does not answer is left out, if another
     does."""
     able = [each for each in found if each.asleep or is_ready(each)]
-    weighted = [each for each in able if each.weight] or [each for each in found if each.weight]
+    waiting = [each for each in found if each.weight and not each.ended]
+    weighted = [each for each in able if each.weight] or waiting or [each for each in found if each.weight]
     if not weighted:
         raise RequestRefused(503, "no revision of this name has a weight; promote one", retry_after_s=5.0)
     if session_id:
