@@ -296,7 +296,8 @@ def candidates(session: Session, caller: Caller, name: str) -> list[Candidate]:
             each.weight,
             each.canary,
             _is_asleep(each, run),
-            weights=_weights(plain, each), ended=run.state in ENDED,
+            weights=_weights(plain, each),
+            ended=run.state in ENDED,
         )
         for each, run in cast("list[tuple[Revision, Run]]", rows.all())
     ]
