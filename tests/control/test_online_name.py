@@ -16,6 +16,7 @@ from plane import Served, served
 from tandem.build.targets import read_online
 from tandem.control.replicas import OnlineServer
 from tandem.errors import SpecError
+from tandem.shapes.deployments import DeployBody
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "http"))
 
@@ -43,7 +44,7 @@ def test_the_operator_alone_puts_a_server_that_it_has_named_behind_a_name_of_its
         assert (told.status_code, told.json()["error"]["field"]) == (422, "online")
     for more in ({"url": "http://127.0.0.1:9"}, {"weight": 5}, {"run": "run_x"}, {"engine": "vllm"}, {"keep_s": 9}):
         assert plane.ask("POST", "/api/deployments", body={**HELPER, **more}).status_code == 422
-    made = plane.made("/api/deployments", HELPER)
+    made = plane.made("/api/deployments", DeployBody.model_validate(HELPER).model_dump())  # as the client sends it
     assert (made["online"], made["revisions"]) == ("learner", [])
     assert "secret" not in str(made)
     assert plane.ask("POST", "/api/deployments", body=HELPER).status_code == 409
@@ -127,7 +128,13 @@ def test_it_answers_by_its_name_with_its_version_takes_feedback_and_outlives_the
         assert streamed.text.endswith("data: [DONE]\n\n")
         rated = await thumb(before.json()["id"])
         assert (rated.status_code, rated.json()["weight_version"]) == (200, version)
-        assert (await thumb("chatcmpl-unknown")).status_code == 404
+        assert (before.json()["id"].partition(".")[2], before.json()["model"]) == ("helper", "helper")
+        assert ".helper" in streamed.text
+        assert [(await thumb(f"chatcmpl-unknown{more}")).status_code for more in ("", ".helper", ".h")] == [
+            400,
+            404,
+            404,
+        ]
         assert server.wait(server.teach([fact(1)]))["state"] == "published"
         assert int((await chat()).headers["x-tandem-version"]) > version
         assert (await plane.ask_async("POST", "/api/deployments/helper/undeploy", body={})).status_code == 200
