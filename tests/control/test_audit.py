@@ -21,6 +21,7 @@ from tandem.control.audit import HEAD_FILE, AuditLog, leave_note
 from tandem.control.store import FILE, Store
 from tandem.control.tables import AuditRow
 from tandem.control.tokens import SECRET_FILE
+from tandem.shapes.agent import weights_of
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_every_write_is_in_the_log_once(plane: Served):
     plane.close_attempt(done, "failed")
     deployed = plane.made("/api/deployments", {"name": "d0", "run": done, "step": 1})["id"]
     for each in plane.replica_runs():
-        plane.plane.replicas.seen(each, "", "http://127.0.0.1:1", plane.now[0])
+        plane.plane.replicas.seen(each, "", "http://127.0.0.1:1", plane.now[0], {weights_of("d0@1", done, 1): ""})
     of_attempt = [
         ("/api/attempts/{id}/claim", {"instance": "i", "host": "box7"}),
         ("/api/attempts/{id}/append", {"instance": "i", "pieces": [piece("log.txt", 1, 0, b"x")]}),

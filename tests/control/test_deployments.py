@@ -272,6 +272,9 @@ def test_adapters_of_one_run_are_served_by_one_process_and_promoted_within_secon
             control.processes("serve")
         )  # one server, and its keeper
         server.undeploy("support")
+        server.deploy(run, 2, name="support", feedback=True)  # on the replica that had other weights as support@1
+        assert versions_of("support") == ("support@1", [2])
+        server.undeploy("support")
         assert versions_of("sales") == ("sales@1", [2])
         server.undeploy("sales")
         until(lambda: not control.processes("serve"), 60)

@@ -16,6 +16,7 @@ from plane import Served, served
 from tandem.build.targets import read_online
 from tandem.control.replicas import OnlineServer
 from tandem.errors import SpecError
+from tandem.shapes.deployments import DeployBody
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "http"))
 
@@ -43,7 +44,7 @@ def test_the_operator_alone_puts_a_server_that_it_has_named_behind_a_name_of_its
         assert (told.status_code, told.json()["error"]["field"]) == (422, "online")
     for more in ({"url": "http://127.0.0.1:9"}, {"weight": 5}, {"run": "run_x"}, {"engine": "vllm"}, {"keep_s": 9}):
         assert plane.ask("POST", "/api/deployments", body={**HELPER, **more}).status_code == 422
-    made = plane.made("/api/deployments", HELPER)
+    made = plane.made("/api/deployments", DeployBody.model_validate(HELPER).model_dump())  # as the client sends it
     assert (made["online"], made["revisions"]) == ("learner", [])
     assert "secret" not in str(made)
     assert plane.ask("POST", "/api/deployments", body=HELPER).status_code == 409
@@ -83,6 +84,14 @@ def test_a_redirect_of_an_online_server_is_not_followed(tmp_path: Path):
     plane.plane.store.close()
 
 
+def test_the_file_of_targets_names_online_servers_as_its_page_shows(tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs/targets.md").read_text()
+    shown = page.partition("## Online servers")[2].partition("    [online.learner]")[2].partition("\n\n")[0]
+    (file := tmp_path / "targets.toml").write_text(f"[targets]\n[online.learner]{shown}\n")
+    found = read_online(file)["learner"]
+    assert (found.url, found.token_file, found.model) == ("http://127.0.0.1:8080", "/srv/learner/token", "learner")
+
+
 @pytest.mark.parametrize("url", ["http://10.0.0.1:80", "http://127.0.0.1.evil.org", "https://user@host", "file:///x"])
 def test_an_online_server_is_reached_by_https_or_on_this_machine(tmp_path: Path, url: str):
     (file := tmp_path / "targets.toml").write_text(
@@ -119,7 +128,13 @@ def test_it_answers_by_its_name_with_its_version_takes_feedback_and_outlives_the
         assert streamed.text.endswith("data: [DONE]\n\n")
         rated = await thumb(before.json()["id"])
         assert (rated.status_code, rated.json()["weight_version"]) == (200, version)
-        assert (await thumb("chatcmpl-unknown")).status_code == 404
+        assert (before.json()["id"].partition(".")[2], before.json()["model"]) == ("helper", "helper")
+        assert ".helper" in streamed.text
+        assert [(await thumb(f"chatcmpl-unknown{more}")).status_code for more in ("", ".helper", ".h")] == [
+            400,
+            404,
+            404,
+        ]
         assert server.wait(server.teach([fact(1)]))["state"] == "published"
         assert int((await chat()).headers["x-tandem-version"]) > version
         assert (await plane.ask_async("POST", "/api/deployments/helper/undeploy", body={})).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +18,10 @@ import pytest
 from tandem.client import place as places
 from tandem.client.openid import renew, sign_in
 from tandem.errors import ControlNotAllowed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "http"))
+
+from browser import Page, browser_only, browsing
 
 pytest.importorskip("authlib.oauth2")
 pytest.importorskip("joserfc.jwt")
@@ -60,6 +65,14 @@ def _browser(address: str) -> None:
 
 def test_login_and_renewal_with_a_real_provider(real: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch):
     home, issuer, url = real
+    (waits := home / "browser").write_text(  # as one in the terminal does, until its person leaves it
+        f"#!{sys.executable}\nimport httpx, sys\nhttpx.get(sys.argv[1], follow_redirects=True)\n"
+    )
+    waits.chmod(0o755)
+    command = [sys.executable, "-m", "tandem", "login", url, "--oidc"]
+    env = {**os.environ, "HOME": str(home), "BROWSER": str(waits)}
+    told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert told.endswith(": org default, runs:read, runs:write\n")
     key, signed_in = sign_in(url, _browser)
     monkeypatch.setattr(places, "PLACE_FILE", home / "control.toml")
     monkeypatch.delenv(places.URL_VARIABLE, raising=False)
@@ -122,11 +135,28 @@ def test_a_browser_signs_in_and_comes_back_to_the_dashboard_with_a_key(real: tup
         mixed = browser.get(httpx.URL(back).copy_merge_params({"state": "guessed"}), headers=from_afar)
         assert mixed.status_code == 401
         done = browser.get(back, headers=from_afar)
-        page, _, key = done.headers["location"].partition("#token=")
-        assert (done.status_code, page) == (303, f"{url}/")
+        page, _, key = done.text.partition("url=")[2].partition('"')[0].partition("#token=")
+        assert (done.status_code, page) == (200, f"{url}/")
         assert browser.get("/api/me", headers={"Authorization": f"Bearer {key}"}).status_code == 200
         assert browser.get(back, headers=from_afar).status_code == 401  # the cookie is gone
         browser.cookies.set("tandem-login", cookie.partition("=")[2].partition(";")[0], path="/login")
         again = browser.get(back, headers=from_afar)
         assert (again.status_code, "does not take the code" in again.text) == (401, True)
         assert browser.get("/login", headers=from_afar).status_code == 403
+
+
+@browser_only
+def test_a_person_signs_in_from_the_dashboard_and_reads_why_not(real: tuple[Path, str, str], tmp_path: Path):
+    """In a real browser, which says of each request whose page led to it."""
+    home, _issuer, url = real
+    with browsing(tmp_path / "profile") as browser:
+        page = Page(browser, f"{url}/")
+        page.wait_for("document.querySelector('a[href=login]')")
+        page.run("document.querySelector('a[href=login]').click()")
+        page.wait_for("document.body && document.body.innerText.includes('No run yet')")
+        (home / "person.json").write_text(json.dumps({"sub": "p1", "groups": ["gone"]}))
+        page.call("Page.navigate", url=f"{url}/login")
+        page.wait_for("document.body && document.body.innerText.includes('no grant of this server names a value')")
+        (home / "person.json").write_text(json.dumps({"sub": "p1", "groups": ["ml"]}))
+        page.run("document.querySelector('a').click()")
+        page.wait_for("document.body && document.body.innerText.includes('No run yet')")

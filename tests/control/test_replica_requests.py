@@ -16,6 +16,7 @@ from tandem.control.api.deployment_routes import pick
 from tandem.control.api.upkeep import look_once
 from tandem.control.deployments import Candidate
 from tandem.control.replicas import DRAIN_MS, Replicas
+from tandem.shapes.agent import weights_of
 
 ON_SQLITE = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
 """For tests to which the database is nothing: PostgreSQL would only take its time."""
@@ -50,7 +51,8 @@ class Names:
     async def alive(self, n: int, at: FakeReplica | None) -> str:
         """Send the agent's sign of life; return what it should do."""
         attempt, token = self.agents[n]
-        body = {"instance": "i", "serving": at.url if at else ""}
+        served = {weights_of(f"support@{n}", self.run, n): ""}
+        body = {"instance": "i", "serving": at.url if at else "", "served": served}
         told = await self.plane.ask_async("POST", f"/api/attempts/{attempt}/append", token, body)
         assert told.status_code == 200, told.text
         return told.json()["want"]
@@ -93,15 +95,15 @@ def test_an_undeployed_replica_answers_what_it_has_begun_and_then_ends(plane: Se
 
 def test_a_replica_that_is_told_to_end_gets_no_further_request_and_waits_no_longer_than_the_drain():
     replicas = Replicas()
-    replicas.seen("run", "attempt", "http://127.0.0.1:1", 0)
+    replicas.seen("run", "attempt", "http://127.0.0.1:1", 0, {})
     with replicas.asked("run"):
         assert not replicas.may_end("run", "attempt", 0)
         assert replicas.find("run", 1) is not None
         assert not replicas.may_end("run", "attempt", DRAIN_MS)
         assert replicas.may_end("run", "attempt", DRAIN_MS + 1)
-    replicas.seen("run", "attempt", "http://127.0.0.1:1", DRAIN_MS)
+    replicas.seen("run", "attempt", "http://127.0.0.1:1", DRAIN_MS, {})
     assert replicas.find("run", DRAIN_MS) is None
-    replicas.seen("run", "another", "http://127.0.0.1:2", DRAIN_MS)
+    replicas.seen("run", "another", "http://127.0.0.1:2", DRAIN_MS, {})
     assert replicas.find("run", DRAIN_MS) is not None
 
 
@@ -292,6 +294,15 @@ def test_a_name_without_a_replica_says_when_to_ask_again(plane: Served, monkeypa
     told = asyncio.run(names.ask())
     assert (told.status_code, told.headers["retry-after"]) == (503, "5")
     assert "'support@1' does not answer now" in told.text
+    run = plane.replica_runs()[0]
+    plane.close_attempt(run, "waiting")
+    plane.open_attempt(run)
+    assert asyncio.run(names.shown())[0]["why"] == "start 2; before: closed by the test"
+    plane.close_attempt(run, "failed")
+    monkeypatch.setattr("tandem.control.api.deployment_routes.WAIT_S", 60.0)
+    told = asyncio.run(names.ask())  # at once
+    assert (told.status_code, told.headers.get("retry-after")) == (503, None)
+    assert "`tandem deployments support` says why" in told.text
 
 
 LORA = SPEC.replace('{ preset = "tiny" }', '{ preset = "tiny", lora = { rank = 4 } }')
@@ -314,7 +325,8 @@ def test_adapters_of_one_base_share_a_replica_and_others_do_not(plane: Served):
     async def play() -> None:
         async with replica(saying("here")) as fake:
             attempt, token = names.agents[1]
-            body = {"instance": "i", "serving": fake.url, "served": {"support@1": ""}}
+            own, second = weights_of("support@1", names.run, 1), weights_of("support@2", another, 7)
+            body = {"instance": "i", "serving": fake.url, "served": {own: ""}}
             path = f"/api/attempts/{attempt}/append"
             told = (await plane.ask_async("POST", path, token, body)).json()
             assert told["adapters"] == [
@@ -325,13 +337,23 @@ def test_adapters_of_one_base_share_a_replica_and_others_do_not(plane: Served):
             assert (await names.shown())[1]["why"] == "its replica is loading it"
             refused = await plane.ask_async("POST", "/api/deployments/support/promote", body={"revision": 2})
             assert refused.status_code == 409
-            body["served"] = {"support@1": "", "support@2": "", "sales@1": "step 8 is not served"}
+            sales = {weights_of("sales@1", another, 8): "step 8 is not served"}
+            body["served"] = {own: "", second: "", **sales}
             await plane.ask_async("POST", path, token, body)
             assert (await names.ask("support@2")).json()["model"] == "support@2"
             shown = (await plane.ask_async("GET", "/api/deployments/sales")).json()["revisions"][0]
             assert (shown["ready"], shown["why"]) == (False, "step 8 is not served")
             await plane.ask_async("POST", "/api/deployments/support/undeploy", body={})
             assert (await plane.ask_async("POST", path, token, body)).json()["want"] == "run"  # sales is there
+            again = {"name": "support", "run": another, "step": 8}
+            await plane.ask_async("POST", "/api/deployments", body=again)
+            for _ in range(2):  # the replica has a support@1, but with other weights
+                assert [each["ready"] for each in await names.shown()] == [False]
+                await plane.ask_async("POST", path, token, body)
+            body["served"] = {weights_of("support@1", another, 8): "", **sales}
+            await plane.ask_async("POST", path, token, body)
+            assert (await names.ask()).json()["model"] == "support@1"
+            await plane.ask_async("POST", "/api/deployments/support/undeploy", body={})
             await plane.ask_async("POST", "/api/deployments/sales/undeploy", body={})
             assert (await plane.ask_async("POST", path, token, body)).json()["want"] == "stop"
 

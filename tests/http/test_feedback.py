@@ -109,7 +109,7 @@ def test_what_cannot_be_rated_is_said(rated: Served, served: Served) -> None:
     unkept = chat(rated, "secret", store=False)
     with pytest.raises(openai.NotFoundError, match="there is no chat"):
         rate(rated, unkept.id, True)
-    with pytest.raises(openai.NotFoundError, match="start `tandem serve` with --feedback"):
+    with pytest.raises(openai.NotFoundError, match="start `tandem serve` or `tandem deploy` with --feedback"):
         rate(served, "chatcmpl-x", True)
     with pytest.raises(openai.BadRequestError, match="store = true"):
         chat(served, "", store=True)

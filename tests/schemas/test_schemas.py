@@ -48,6 +48,7 @@ from tandem.io.chat_feedback import ChatStore
 from tandem.serve.http.run import Listen, Server
 from tandem.serve.http.service import create_app
 from tandem.serve.openai.service import openai_service
+from tandem.shapes.agent import weights_of
 from tandem.text.renderer import Renderer
 from tandem.text.tokenizer import byte_tokenizer
 
@@ -118,7 +119,8 @@ def control(home: Path, ending: ExitStack) -> tuple[Any, Answering]:
     service = openai_service(ScriptedEngine(renderer), renderer, model_id="kept@1", chats=store, **sizes)
     app = create_app(service, token=plane.plane.callers.serve_token(serving), hosts=frozenset({"127.0.0.1"}))
     url = ending.enter_context(listening(app, home / "replica"))
-    plane.made(f"/api/attempts/{serving}/append", {"instance": "i", "serving": url}, its_token)
+    alive = {"instance": "i", "serving": url, "served": {weights_of("kept@1", run, 1): ""}}
+    plane.made(f"/api/attempts/{serving}/append", alive, its_token)
     files = [shout[0], f"{shout[0]}.metadata", f"{shout[0]}.provenance"]
     there = {
         "runs": [run, other], "keys": [key], "secrets": [secret], "attempts": [attempt], "files": ["log.txt"],

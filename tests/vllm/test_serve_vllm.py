@@ -84,7 +84,7 @@ class Served:
         told.unlink(missing_ok=True)
         self.file.write_text(json.dumps(sources))
         self.until(told.exists)
-        return json.loads(told.read_text())
+        return {name.partition("=")[0]: why for name, why in json.loads(told.read_text()).items()}
 
     def chat(self, model: str = "last", **asked: Any) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": "hello"}], **SHARED, **asked}

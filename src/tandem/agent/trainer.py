@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -120,7 +120,8 @@ class ServeProcess(RunProcess):
         self._kept, self._trained, self._order, self._ready = kept, trained, order, home / "ready.json"
         self.answers = False
         """As `url` found it last."""
-        self._adapters, self._wanted = home / "adapters.json", dict[str, str]()
+        self._adapters = home / "adapters.json"
+        self._orders = (AdapterOrder(model=order.model, run=order.run, step=order.step),)
         self._http = httpx.Client(timeout=2.0, trust_env=False)  # used every second
         atomic_write.make_directory(self.run_dir, mode=atomic_write.PRIVATE)
 
@@ -135,26 +136,37 @@ class ServeProcess(RunProcess):
         return url if self.answers else ""
 
     def served(self) -> dict[str, str]:
-        """Return the models that it has: empty, or why one is refused."""
+        """Return the models that it has, by `weights_of`: empty, or why one is refused. Of an adapter that it should
+        not serve any more nothing is said."""
+        if not self._order.base:
+            return {self._orders[0].weights: ""}
         try:
             told = cast("dict[str, Any]", read_json(self._adapters.with_name(self._adapters.name + TOLD)))
         except (OSError, ValueError):
-            told = {}
-        return {self._order.model: "", **{str(name): str(why)[:4000] for name, why in told.items()}}
+            return {}
+        named = {f"{each.model}={self._source(each)}": each.weights for each in self._orders}
+        return {weights: str(told[source])[:4000] for source, weights in named.items() if source in told}
 
-    def serve_beside(self, orders: Sequence[AdapterOrder]) -> None:
+    def serve_beside(self, orders: tuple[AdapterOrder, ...]) -> None:
         """Tell it which adapters to serve over its base."""
         if not self._order.base:
             return
-        wanted = {each.model: f"{self._trained.with_name(each.run)}@{each.step}" for each in orders}
-        if wanted != self._wanted:
-            atomic_write.write_json(self._adapters, wanted)
-            self._wanted = wanted
+        if orders != self._orders:
+            self._orders = orders
+            self._write_adapters()
+
+    def _write_adapters(self) -> None:
+        atomic_write.write_json(self._adapters, {each.model: self._source(each) for each in self._orders})
+
+    def _source(self, order: AdapterOrder) -> str:
+        return f"{self._trained.with_name(order.run)}@{order.step}"
 
     def _command(self, spec_toml: str) -> list[str]:
         data_dir = self._kept
         atomic_write.make_directory(data_dir, mode=atomic_write.PRIVATE)
         atomic_write.write_bytes(data_dir / "token", self._order.token.encode(), mode=0o600)
+        if self._order.base:
+            self._write_adapters()
         return [
             sys.executable, "-P", "-m", "tandem", "serve", str(self._trained), "--step", str(self._order.step),
             "--name", self._order.model, "--port", "0", "--data-dir", str(data_dir), "--ready-file", str(self._ready),

@@ -34,7 +34,7 @@ class OnlineSettings(Spec):
 
     url: str = Field(pattern=r"^(https://[^/@]+|http://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?)/?$")
     """Where it answers: https, or http on this machine, because its token is sent with each request."""
-    token_file: Path
+    token_file: str = Field(min_length=1)
     """The file of its token; `token-infer` is enough."""
     model: str = Field(min_length=1, max_length=100)
     """The name that it has for its model."""

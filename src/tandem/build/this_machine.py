@@ -29,8 +29,8 @@ def refuse_no_vllm(python: str) -> None:
             f"engine.python = '{python}': does not exist" if python else "engine.kind = 'vllm': vLLM is not installed"
         )
         raise SpecError(
-            f"{field}; run `tandem engine install vllm` in this directory, or set engine.python to the interpreter of "
-            "an environment that has vLLM"
+            f"{field}; run `tandem engine install vllm` in this directory ({Path.cwd()}), or set engine.python to the "
+            "full path of the interpreter of an environment that has vLLM"
         )
 
 

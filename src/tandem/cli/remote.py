@@ -52,10 +52,12 @@ def login(
 
 
 def _show_address(address: str) -> None:
+    import threading
     import webbrowser
 
     typer.echo(f"sign in with a browser on this machine:\n{address}")
-    webbrowser.open(address)
+    # A browser in the terminal ends only after the sign-in, for which this process must go on meanwhile.
+    threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
 
 def submit(

@@ -89,9 +89,11 @@ def renew(url: str, key: str, known: SignedIn) -> tuple[str, SignedIn]:
         asked = {"grant_type": "refresh_token", "refresh_token": known.refresh_token, "client_id": known.client_id}
         try:
             tokens = _ask(http, known.issuer, "POST", str(provider["token_endpoint"]), data=asked)
+            return _key(http, url, known.issuer, known.client_id, {"refresh_token": known.refresh_token, **tokens}, key)
         except ControlNotAllowed as error:
-            raise _again(url, str(error)) from error
-        return _key(http, url, known.issuer, known.client_id, {"refresh_token": known.refresh_token, **tokens}, key)
+            if error.status == 403:  # no grant names the person any more
+                raise
+            raise _again(url, str(error).removesuffix("; sign in again")) from error
 
 
 def _key(

@@ -6,7 +6,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import sqlalchemy as sa
@@ -19,8 +19,9 @@ from tandem.control.decide import ENDED
 from tandem.control.ids import new_id
 from tandem.control.queries import DEFAULT, project_of, visible_run
 from tandem.control.replicas import Replicas
-from tandem.control.tables import Deployment, Rating, Revision, Run
+from tandem.control.tables import Attempt, Deployment, Rating, Revision, Run
 from tandem.errors import Conflict, NotKnown
+from tandem.shapes.agent import weights_of
 from tandem.shapes.deployments import DeployBody, DeploymentInfo, Measured, RevisionInfo
 
 WHOLE = 100
@@ -92,11 +93,6 @@ def _refuse_online(row: Deployment) -> None:
         raise Conflict(f"'{row.name}' is the online server '{row.online}', which makes and promotes its own versions")
 
 
-def online_of(session: Session, caller: Caller) -> list[str]:
-    """Return the online servers behind the names that a caller may ask."""
-    return sorted({row.online for row in listed(session, caller)} - {""})
-
-
 def base_of(spec_toml: str) -> str:
     """Return a text that is the same for runs that train adapters over the same base: the same [model], but for what is
     trained. Empty for a run whose base is not served under adapters."""
@@ -153,7 +149,8 @@ def info(session: Session, row: Deployment, replicas: Replicas, now: int) -> Dep
     items, rated = list[RevisionInfo](), _rated(session, row.id)
     for each in _revisions(session, row.id):
         run = session.get_one(Run, each.replica)
-        seen, model = Counts(**each.counts), f"{row.name}@{each.n}"
+        seen, model = Counts(**each.counts), _weights(row.name, each)
+        ready = replicas.find(each.replica, now, model) is not None
         fine = seen.requests - seen.errors
         low, high = counts.wilson(seen.errors, seen.requests)
         errors = Measured(
@@ -162,8 +159,8 @@ def info(session: Session, row: Deployment, replicas: Replicas, now: int) -> Dep
         items.append(
             RevisionInfo(
                 n=each.n, run=each.run, step=each.step, weight=each.weight, state=run.state,
-                why=run.why or each.why or replicas.why_not(each.replica, model),
-                ready=replicas.find(each.replica, now, model) is not None, at=each.at, asleep=_is_asleep(each, run),
+                why=run.why or each.why or replicas.why_not(each.replica, model) or _why_again(session, run, ready),
+                ready=ready, at=each.at, asleep=_is_asleep(each, run),
                 canary=each.canary, keep_s=each.keep_s, errors=errors,
                 seconds=_measured(fine, seen.seconds, seen.squares),
                 feedback=_measured(*rated.get(each.n, (0, 0.0, 0.0))),
@@ -183,6 +180,14 @@ def _rated(session: Session, deployment: str) -> dict[int, tuple[int, float, flo
     sums = sa.func.count(), sa.func.sum(Rating.value), sa.func.sum(Rating.value * Rating.value)
     asked = sa.select(Rating.n, *sums).where(Rating.deployment == deployment).group_by(Rating.n)
     return {n: (count, total, squares) for n, count, total, squares in session.execute(asked)}
+
+
+def _why_again(session: Session, run: Run, ready: bool) -> str:
+    """Return why a replica that does not answer yet was started again; empty at its first start."""
+    if ready or run.attempt_n < 2:
+        return ""
+    before = sa.select(Attempt.closed_why).where(Attempt.run == run.id, Attempt.n == run.attempt_n - 1)
+    return f"start {run.attempt_n}; before: {session.scalar(before)}"
 
 
 def _is_asleep(revision: Revision, run: Run) -> bool:
@@ -215,7 +220,7 @@ def _set_weights(session: Session, row: Deployment, weights: dict[int, int], rep
     revisions = _revisions(session, row.id)
     for each in revisions:
         run = session.get_one(Run, each.replica)
-        model = f"{row.name}@{each.n}"
+        model = _weights(row.name, each)
         if weights.get(each.n) and replicas.find(each.replica, now, model) is None and not _is_asleep(each, run):
             why = run.why or replicas.why_not(each.replica, model)
             raise Conflict(f"{row.name}@{each.n} does not answer yet{f': {why}' if why else ''}", field="revision")
@@ -242,6 +247,10 @@ def undeploy(session: Session, row: Deployment, now: int) -> None:
     session.flush()
 
 
+def _weights(name: str, revision: Revision) -> str:
+    return weights_of(f"{name}@{revision.n}", revision.run, revision.step)
+
+
 def _revisions(session: Session, deployment: str) -> list[Revision]:
     return list(session.scalars(sa.select(Revision).where(Revision.deployment == deployment).order_by(Revision.n)))
 
@@ -261,6 +270,10 @@ class Candidate:
     asleep: bool = False
     online: str = ""
     """The online server that answers in place of a revision."""
+    weights: str = ""
+    """The model that its replica must have, by `weights_of`."""
+    ended: bool = False
+    """Its replica has ended and is not started again."""
 
 
 def candidates(session: Session, caller: Caller, name: str) -> list[Candidate]:
@@ -276,14 +289,21 @@ def candidates(session: Session, caller: Caller, name: str) -> list[Candidate]:
         sa.select(Revision, Run).join(Run, Run.id == Revision.replica).where(of).order_by(Revision.n)
     )
     found = [
-        Candidate(each.deployment, each.n, each.replica, each.weight, each.canary, _is_asleep(each, run))
+        Candidate(
+            each.deployment,
+            each.n,
+            each.replica,
+            each.weight,
+            each.canary,
+            _is_asleep(each, run),
+            weights=_weights(plain, each),
+            ended=run.state in ENDED,
+        )
         for each, run in cast("list[tuple[Revision, Run]]", rows.all())
     ]
     if not pinned:
         return [each for each in found if each.weight or each.canary]
-    found = [
-        Candidate(each.deployment, each.n, each.replica, asleep=each.asleep) for each in found if str(each.n) == pinned
-    ]
+    found = [replace(each, weight=1, canary=0.0) for each in found if str(each.n) == pinned]
     if not found:
         raise NotKnown(f"there is no revision '{name:.80}'", field="model")
     return found

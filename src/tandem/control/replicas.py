@@ -23,13 +23,11 @@ class Replica:
     attempt: str
     url: str
     at: int
-    served: Mapping[str, str] | None = None
-    """The models that it has: empty, or why one is refused. None: it has its own only."""
+    served: Mapping[str, str]
+    """The models that it has, by `weights_of`: empty, or why one is refused."""
 
     def why_not(self, model: str) -> str | None:
         """Return why it does not have a model; None if it has it."""
-        if self.served is None:
-            return None
         return self.served.get(model, "its replica is loading it") or None
 
 
@@ -58,7 +56,7 @@ class Replicas:
     _ending: dict[str, str] = field(default_factory=dict[str, str])
     """The attempt that was told to end, by run."""
 
-    def seen(self, run: str, attempt: str, url: str, now: int, served: Mapping[str, str] | None = None) -> None:
+    def seen(self, run: str, attempt: str, url: str, now: int, served: Mapping[str, str]) -> None:
         before = self._by_run.get(run)
         if before is None or before.attempt != attempt:
             self._used[run] = now

@@ -1,7 +1,7 @@
 """The adapters of one base that a server has: of its command line, and of a file that is read again when it changes.
 
 consumes: a JSON file, {name: source}        waits for: a change of the file
-produces: models of the server, and FILE.told with {name: ""} or {name: why it is refused}
+produces: models of the server, and FILE.told with {"name=source": ""}, or why it is refused
 
 A source is a directory in PEFT's format, a run, or RUN@STEP. The files of a step are checked by its seal before and
 after they are read; of what was read, the engine compares fingerprints with what it holds.
@@ -100,15 +100,18 @@ class AdapterTable:
                 text = ""
                 continue
             del self._sources[name], self.models[name]
+        answer = file.with_name(file.name + TOLD)
+        if any(self._sources.get(name, source) != source for name, source in wanted.items()):
+            answer.unlink(missing_ok=True)  # what it says is not true any more once one is replaced
         for name, source in wanted.items():
-            told[name] = ""
+            told[f"{name}={source}"] = ""
             if self._sources.get(name) != source:
                 try:
                     await self.put(name, source)
                 except (TandemError, OSError) as error:
-                    told[name] = str(error)
+                    told[f"{name}={source}"] = str(error)
                     _log.error("adapter %s: %s", name, error)
-        atomic_write.write_json(file.with_name(file.name + TOLD), told)
+        atomic_write.write_json(answer, told)
         self._text = text
 
     async def put(self, name: str, source: str) -> None:

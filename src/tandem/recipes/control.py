@@ -59,7 +59,7 @@ def serve_control(
     `requests_per_s`: that each key may send; 0: no limit. `oidc`: the file of the OpenID provider. `assistant`: makes
     what answers /mcp, from where this server answers itself and where its mirrors are."""
     file = None if targets is None else Path(targets)
-    known, online = read_targets(file), {name: _online(each) for name, each in read_online(file).items()}
+    known, online = read_targets(file), {name: _online(name, each) for name, each in read_online(file).items()}
     token, secret = listen.token(), attempt_secret(listen.data_dir)
     keys = read_master_keys(listen.data_dir, None if secrets_key_file is None else Path(secrets_key_file))
     store = Store(listen.data_dir, database)
@@ -100,11 +100,11 @@ def allowed_hosts(listen: Listen, url: str) -> frozenset[str] | None:
     return listen.hosts | {name}
 
 
-def _online(settings: OnlineSettings) -> OnlineServer:
+def _online(name: str, settings: OnlineSettings) -> OnlineServer:
     try:
-        token = settings.token_file.expanduser().read_text(encoding="ascii").strip()
+        token = Path(settings.token_file).expanduser().read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
-        raise SpecError(f"token_file = '{settings.token_file}': cannot be read: {error}") from error
+        raise SpecError(f"online.{name}.token_file = '{settings.token_file}': cannot be read: {error}") from error
     return OnlineServer(settings.url.rstrip("/"), token, settings.model)
 
 

@@ -64,12 +64,21 @@ class ClaimBody(Asked):
     """The agent's Tandem version."""
 
 
+def weights_of(model: str, run: str, step: int) -> str:
+    """Return what names a model together with its weights: a name that was taken away may come back with others."""
+    return f"{model}={run}@{step}"
+
+
 class AdapterOrder(Answer):
     """A checkpoint of an adapter that a replica serves beside its own, over the same base."""
 
     model: str
     run: str
     step: int
+
+    @property
+    def weights(self) -> str:
+        return weights_of(self.model, self.run, self.step)
 
 
 class ServeOrder(Answer):
@@ -140,9 +149,9 @@ class AppendBody(Asked):
     """Where this replica answers now; empty: it does not, or it trains. The server asks no other address than its own
     machine's, whatever an agent says."""
     served: dict[
-        Annotated[str, StringConstraints(max_length=120)], Annotated[str, StringConstraints(max_length=4000)]
+        Annotated[str, StringConstraints(max_length=200)], Annotated[str, StringConstraints(max_length=4000)]
     ] = Field(default={}, max_length=1000)
-    """The models that this replica has: empty, or why one is refused."""
+    """The models that this replica has, by `weights_of`: empty, or why one is refused."""
     pieces: tuple[Piece, ...] = Field(default=(), max_length=256)
 
 

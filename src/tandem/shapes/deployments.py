@@ -8,7 +8,10 @@ from pydantic import Field, StringConstraints, model_validator
 
 from tandem.shapes.base import Answer, Asked
 
-DeploymentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,59}$")]
+DEPLOYMENT_HEADER = "X-Tandem-Deployment"
+"""Of a request that the control server passes on to an online server: the name that its client asked for."""
+DEPLOYMENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,59}$"
+DeploymentName = Annotated[str, StringConstraints(pattern=DEPLOYMENT_NAME)]
 
 
 class DeployBody(Asked):
@@ -37,8 +40,9 @@ class DeployBody(Asked):
     def _one_of_both(self) -> Self:
         if bool(self.run) == bool(self.online):
             raise ValueError("write either run and step, or online")
-        if self.online and (more := self.model_fields_set - {"name", "online", "run"}):
-            raise ValueError(f"{min(more)}: is of a checkpoint; an online server has none of it")
+        alone = DeployBody.model_construct(name=self.name, online=self.online)
+        if self.online and (more := [name for name, value in self if value != getattr(alone, name)]):
+            raise ValueError(f"{more[0]}: is of a checkpoint; an online server has none of it")
         return self
 
 

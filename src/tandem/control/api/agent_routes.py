@@ -70,11 +70,13 @@ class AgentRoutes:
         async with self.plane.mirror.locks[run]:
             want = await self.plane.store.write_plain(renew)
             streams = await self.plane.mirror.append(run, body.pieces)
+        adapters = await self._adapters(run) if body.serving else ()
         if body.serving:
-            self.plane.replicas.seen(run, attempt, body.serving, now, body.served or None)
+            ordered = {each.weights for each in adapters}  # it was told now to replace what is not in it any more
+            served = {weights: why for weights, why in body.served.items() if weights in ordered}
+            self.plane.replicas.seen(run, attempt, body.serving, now, served)
         if want == "stop" and not self.plane.replicas.may_end(run, attempt, now):
             want = "run"  # a replica first answers what it has begun
-        adapters = await self._adapters(run) if len(body.served) else ()
         return answer(Appended(want=want, lease_s=_LEASE_S, adapters=adapters, streams=streams))
 
     @speaks(EndBody, answer=Ended)

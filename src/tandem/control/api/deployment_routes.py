@@ -8,7 +8,7 @@ import json
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol, cast
@@ -29,7 +29,7 @@ from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
 from tandem.serve.http.refusals import RequestRefused
 from tandem.serve.http.service import body_at_hand
 from tandem.shapes.base import Asked
-from tandem.shapes.deployments import DeployBody, DeploymentInfo, DeploymentList, PromoteBody
+from tandem.shapes.deployments import DEPLOYMENT_HEADER, DeployBody, DeploymentInfo, DeploymentList, PromoteBody
 
 WAIT_S = 30.0
 """How long a request waits for a replica."""
@@ -203,8 +203,11 @@ class DeploymentRoutes:
         caller, body = caller_of(request, "chat"), _json_object(request)
         answer_id = body.get("id")
         name = answer_id.partition(".")[2] if isinstance(answer_id, str) else ""
-        if "@" not in name:
-            return await self._rate_online(caller, body)
+        if not name:
+            raise RequestRefused(422, "id: write the id of a chat completion of a deployment", field="id")
+        found = await self.plane.store.read(lambda session: deployments.candidates(session, caller, name))
+        if found and found[0].online:
+            return await self._ask_online(name, found[0].online, FEEDBACK, body)
         passed, choice = await self._reach(caller, name, "", FEEDBACK, body)
         content = await passed.whole()
         if passed.status_code == 200:
@@ -215,28 +218,21 @@ class DeploymentRoutes:
             )
         return Response(content, passed.status_code, media_type="application/json")
 
-    async def _rate_online(self, caller: Caller, body: dict[str, Any]) -> Response:
-        """Rate an answer of an online server. Its id does not say which server made it, so each of the caller's is
-        asked until one knows it."""
-        told = None
-        for name in await self.plane.store.read(partial(deployments.online_of, caller=caller)):
-            told = await self._ask_online(name, name, FEEDBACK, body)
-            if told.status_code != 404:
-                break
-        if told is None:
-            raise RequestRefused(422, "id: write the id of a chat completion of a deployment", field="id")
-        return told
-
     async def _ask_online(self, plain: str, server: str, path: str, body: dict[str, Any]) -> Response:
         """Send a request to an online server. Its answer says which version made it: the header X-Tandem-Version."""
         at = self.plane.online.get(server)
         if at is None:
             raise RequestRefused(503, f"'{plain}': this server has no [online.{server}] any more", retry_after_s=60.0)
         sent = body if path == FEEDBACK else {**body, "model": at.model}
-        replica = Replica(f"online {server}", "", at.url, self.plane.clock())
-        passed = await self._ask(path, sent, replica, None, token=at.token)
+        replica = Replica(f"online {server}", "", at.url, self.plane.clock(), {})
+        headers = {"Authorization": f"Bearer {at.token}", DEPLOYMENT_HEADER: plain}
+        passed = await self._ask(path, sent, replica, None, headers)
         if passed is None:
             raise RequestRefused(503, f"'{plain}': its online server does not answer now; ask again", retry_after_s=5.0)
+        if passed.status_code in (401, 403, 421):  # of this server's token and address, not of the caller's
+            await passed.whole()
+            why = f"'{plain}': its online server refuses this server ({passed.status_code}); tell the operator to look"
+            raise RequestRefused(503, f"{why} at [online.{server}] in the file of targets")
         return await passed.with_version(plain)
 
     async def _pass_on(self, request: Request, path: str) -> Response:
@@ -259,8 +255,8 @@ class DeploymentRoutes:
         plain, began, counts = name.partition("@")[0], time.monotonic(), path != FEEDBACK
         while True:
             found = await self.plane.store.read(lambda session: deployments.candidates(session, caller, name))
-            choice = pick(found, session_id, lambda each: self._find(plain, each) is not None)
-            replica, revision = self._find(plain, choice), f"{plain}@{choice.n}"
+            choice = pick(found, session_id, lambda each: self._find(each) is not None)
+            replica, revision = self._find(choice), f"{plain}@{choice.n}"
             if replica is not None:
                 sent = {**body, "model": revision} if counts else body
                 tally = self._tally(choice) if counts else None
@@ -272,24 +268,28 @@ class DeploymentRoutes:
             elif choice.asleep:
                 await self.plane.store.write(partial(deployments.wake, choice=choice, now=self.plane.clock()))
                 self.plane.wake()
+            elif choice.ended:
+                why = f"'{revision}' has failed or was ended; `tandem deployments {plain}` says why"
+                raise RequestRefused(503, why)
             if time.monotonic() - began > WAIT_S:
                 if counts and not choice.asleep:
                     self._tally(choice)(0.0, failed=True)
                 raise RequestRefused(503, f"'{revision}' does not answer now; ask again", retry_after_s=5.0)
             await asyncio.sleep(_POLL_S)
 
-    def _find(self, name: str, choice: Candidate) -> Replica | None:
-        return self.plane.replicas.find(choice.replica, self.plane.clock(), f"{name}@{choice.n}")
+    def _find(self, choice: Candidate) -> Replica | None:
+        return self.plane.replicas.find(choice.replica, self.plane.clock(), choice.weights)
 
     def _tally(self, choice: Candidate) -> Tally:
         return partial(self.plane.replicas.count, choice.deployment, choice.n)
 
     async def _ask(
-        self, path: str, body: dict[str, Any], replica: Replica, tally: Tally | None, *, token: str = ""
-    ) -> _Passed | None:
-        """Send it to a replica; return its answer, not read yet. None if it never reached it. `token`: default: that of
-        the replica's attempt."""
-        headers = {"Authorization": f"Bearer {token or self.plane.callers.serve_token(replica.attempt)}"}
+        self, path: str, body: dict[str, Any], replica: Replica, tally: Tally | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> _Passed | None:  # fmt: skip
+        """Send it to a replica; return its answer, not read yet. None if it never reached it. `headers`: default: the
+        token of the replica's attempt."""
+        headers = headers or {"Authorization": f"Bearer {self.plane.callers.serve_token(replica.attempt)}"}
         began = time.monotonic()
         with ExitStack() as under_way:
             under_way.enter_context(self.plane.replicas.asked(replica.run))
@@ -402,7 +402,8 @@ def pick(found: Sequence[Candidate], session_id: str, is_ready: Callable[[Candid
     """Return a revision by weight, the same one for the same session. One that does not answer is left out, if another
     does."""
     able = [each for each in found if each.asleep or is_ready(each)]
-    weighted = [each for each in able if each.weight] or [each for each in found if each.weight]
+    waiting = [each for each in found if each.weight and not each.ended]
+    weighted = [each for each in able if each.weight] or waiting or [each for each in found if each.weight]
     if not weighted:
         raise RequestRefused(503, "no revision of this name has a weight; promote one", retry_after_s=5.0)
     if session_id:

@@ -2,7 +2,8 @@
 
 In a browser the server is the client: /login sends it to the provider, which sends it back to /login/done. A cookie of
 that browser alone has what both must know: so a code that another browser got is worth nothing. The key goes to the
-dashboard in the fragment of its address, which no log and no other server sees.
+dashboard in the fragment of its address, which no log and no other server sees. A page of this server leads there:
+after a redirect the browser would say that the provider's page asks for the dashboard, which is refused.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import html
 import secrets
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from sqlalchemy.orm import Session
 
 from tandem.control import queries
@@ -64,6 +67,9 @@ class LoginRoutes:
 
     async def begin(self) -> Response:
         """Send a browser to the provider."""
+        return await _for_a_person(self._begin())
+
+    async def _begin(self) -> Response:
         provider = self._provider()
         self._may()
         state, verifier = secrets.token_urlsafe(24), secrets.token_urlsafe(48)
@@ -75,6 +81,9 @@ class LoginRoutes:
 
     async def done(self, request: Request) -> Response:
         """Take the browser back, with a key."""
+        return await _for_a_person(self._done(request))
+
+    async def _done(self, request: Request) -> Response:
         provider, query = self._provider(), request.query_params
         self._may()
         state, verifier, nonce = (*request.cookies.get(_COOKIE, "").split("~"), "", "")[:3]
@@ -86,7 +95,8 @@ class LoginRoutes:
             )
         id_token = await provider.bought(code, verifier)
         told = await self._key_for(request, await provider.person(id_token, self.plane.clock(), nonce=nonce), "")
-        sent = RedirectResponse(f"{provider.url()}/#token={told.key}", 303, _FRESH)
+        to = f"{provider.url()}/#token={told.key}"
+        sent = _page(f'<meta http-equiv=refresh content="0; url={html.escape(to)}"><p>You have signed in.')
         sent.set_cookie(_COOKIE, "", **self._kept(0))
         return sent
 
@@ -104,7 +114,7 @@ class LoginRoutes:
 
         def change(session: Session) -> tuple[Key, str, KeyInfo]:
             if before and not is_key_of(session, before, person):
-                raise RequestRefused(401, "before: is no key of this person; sign in again", field="before")
+                raise RequestRefused(401, "your key was revoked, or is another person's; sign in again", field="before")
             row, token = provider.new_key(session, person, now)
             told = queries.key_info(session, row)
             note(self.plane, session, request, row.org, row.name, told.model_dump(mode="json"), now)
@@ -118,3 +128,16 @@ class LoginRoutes:
         if self.plane.openid is None:
             raise RequestRefused(404, "this server has no OpenID provider; log in with a key")
         return self.plane.openid
+
+
+def _page(body: str, status: int = 200) -> Response:
+    policy = {"Content-Security-Policy": "default-src 'none'", "Referrer-Policy": "no-referrer"}
+    return HTMLResponse(f"<!doctype html><meta charset=utf-8><title>Tandem</title>{body}", status, _FRESH | policy)
+
+
+async def _for_a_person(answering: Awaitable[Response]) -> Response:
+    """Return the answer, or a page that says why there is none."""
+    try:
+        return await answering
+    except RequestRefused as refused:
+        return _page(f'<p>{html.escape(str(refused))}<p><a href="{BEGIN}">Sign in again</a>', refused.status)

@@ -92,7 +92,8 @@ def authenticate(callers: Callers, rate: RateLimit, authorization: str, scope: S
     caller = callers.find(authorization)
     of_agents = scope["path"].startswith("/api/attempts/")
     if caller is None or isinstance(caller, AgentCaller) is not of_agents:
-        raise RequestRefused(401, "send 'Authorization: Bearer KEY' with a key that is neither revoked nor expired")
+        why = "it was revoked or has expired, or there is none (Authorization: Bearer KEY); log in again"
+        raise RequestRefused(401, f"your key is not valid here: {why}")
     if scope["path"] == "/metrics" and not (isinstance(caller, Caller) and caller.is_operator):
         raise RequestRefused(403, "the metrics are the operator's: use the token in the data directory")
     if not (isinstance(caller, Caller) and caller.is_operator):

@@ -87,6 +87,8 @@ class SampleJob:
     """Whether tools were offered."""
     model: str = ""
     """The model that was asked for; empty: the service's own."""
+    behind: str = ""
+    """The name of the deployment that the request came by, if it came by one."""
 
     @property
     def prompts(self) -> list[list[int]]:

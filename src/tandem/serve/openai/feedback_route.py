@@ -39,7 +39,8 @@ def feedback_router(chats: ChatStore | None, on_rated: OnRated = lambda version,
         """Rate an answer that this service gave. The same request again changes nothing."""
         if chats is None:
             text = (
-                "this service keeps no chats: start `tandem serve` with --feedback, or set feedback = true in the spec"
+                "this service keeps no chats: start `tandem serve` or `tandem deploy` with --feedback, or set "
+                "feedback = true in the spec"
             )
             raise RequestRefused(404, text, code="no_feedback")
         body = await read(request, partial(checked, ChatFeedback))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -55,6 +56,7 @@ from tandem.serve.openai.requests import (
     parse,
     read,
 )
+from tandem.shapes.deployments import DEPLOYMENT_HEADER, DEPLOYMENT_NAME
 from tandem.types import PLAIN, Completion, Message, Sampling
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -66,6 +68,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 SESSION_HEADER = "X-Tandem-Session"
+_NAME = re.compile(DEPLOYMENT_NAME)
 DEFAULT_TOKENS = 4096
 """Default of max_tokens in a chat, if the context has room for so many."""
 
@@ -370,6 +373,8 @@ class OpenAi:
     # --- from a job to an answer
 
     async def _answer(self, request: Request, job: SampleJob, layout: ResponseLayout) -> Response:
+        if _NAME.fullmatch(behind := request.headers.get(DEPLOYMENT_HEADER, "")):
+            job = replace(job, behind=behind)
         if job.stream:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | self.headers(job)
             return StreamingResponse(self._chunks(job, layout), media_type="text/event-stream", headers=headers)
@@ -497,11 +502,11 @@ class OpenAi:
 
     def _head(self, job: SampleJob, layout: ResponseLayout, kind: str, version: int) -> dict[str, Any]:
         session = {"session_id": job.opened.session} if job.opened.session else {}
-        name = job.model or self.model_id
-        # A revision of a deployment, NAME@N, is named in the ids of its answers, so that their feedback finds it.
-        revision = f".{name}" if "@" in name else ""
+        name = job.behind or job.model or self.model_id
+        # A deployment, NAME or NAME@N, is named in the ids of its answers, so that their feedback finds it.
+        suffix = f".{name}" if job.behind or "@" in name else ""
         return {
-            "id": layout.id_prefix + uuid.uuid4().hex + revision,
+            "id": layout.id_prefix + uuid.uuid4().hex + suffix,
             "object": kind,
             "created": int(time.time()),
             "model": name,
