@@ -213,7 +213,6 @@ def test_end_leaves_no_process_behind_even_in_a_session_of_its_own(place: Place)
         time.sleep(0.1)
 
 
-@pytest.mark.slow
 def test_a_job_whose_first_process_was_killed_runs_until_its_others_have_ended(place: Place) -> None:
     reads_files(place)
     goes_on = "echo ready; while [ ! -e over ]; do sleep 0.1; done"
