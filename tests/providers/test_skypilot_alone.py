@@ -114,3 +114,12 @@ def test_skypilot_is_told_nothing_of_a_job_but_its_name_and_removes_the_machine_
     handed = provider(tmp_path).handed(secret)
     assert "canary9" in base64.b64decode(handed["text"].strip(":\n")).decode()
     assert "canary9" not in str(handed["command"])
+
+
+def test_no_two_machines_share_a_connection(tmp_path: Path) -> None:
+    """SkyPilot gives all machines of one Kubernetes or Slurm the same address and port."""
+    commands = [provider(tmp_path).handed(Job(f"tandem-x-{n}", ("true",)))["command"] for n in (1, 2, 1)]
+    paths = [next(part for part in command if part.startswith("ControlPath=")) for command in commands]
+    assert paths[0] != paths[1]
+    assert paths[0] == paths[2]
+    assert "%" not in "".join(paths)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import math
 import shlex
 import time
@@ -169,7 +170,9 @@ class SkyPilotProvider:
         """Return the command line that reaches a machine as SkyPilot says it is reached."""
         sockets = Path("~/.cache/tandem/ssh").expanduser()
         sockets.mkdir(parents=True, exist_ok=True, mode=0o700)
-        options = ("BatchMode=yes", "LogLevel=ERROR", "ControlMaster=auto", f"ControlPath={sockets}/%C")
+        # by its name: all machines of a Kubernetes or Slurm have the address that OpenSSH's own %C is made of
+        shared = sockets / hashlib.sha256(f"{self.settings.server} {name}".encode()).hexdigest()[:32]
+        options = ("BatchMode=yes", "LogLevel=ERROR", "ControlMaster=auto", f"ControlPath={shared}")
         options += ("ControlPersist=60", f"ConnectTimeout={max(5, int(self.settings.timeout_s / 2))}")
         flags = [part for option in options for part in ("-o", option)]
         return ("ssh", "-F", str(self._entry(name)), "-i", str(self._key(name)), *flags, "-T", "--", name)
