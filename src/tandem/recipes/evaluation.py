@@ -83,15 +83,16 @@ def evaluate_model(
     target = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
     with ready_packages(spec, Path(source) if is_run and its_own else None) as packages:
         environment = training.environment(training.its_spec(spec), packages and packages.installed)
-    measure: Measure | None = None
     try:
         tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
-        against = None
-        if base:
-            played = _play(base, spec, environment, tasks, measure)
-            against, measure = _stored(played, spec, tasks, 0, f"base {base}"), played.measure
+
+        async def play() -> tuple[Evaluation | None, Evaluation]:  # in one event loop, to which the workers belong
+            first = await _play(base, spec, environment, tasks, None) if base else None
+            return first, await _play(source, spec, environment, tasks, first.measure if first else None)
+
+        of_base, played = asyncio.run(play())
+        against = _stored(of_base, spec, tasks, 0, f"base {base}") if of_base else None
         version = find_model(source)[2]
-        played = _play(source, spec, environment, tasks, measure)
         found = _stored(played, spec, tasks, version, "eval")
     finally:
         training.close(environment)
@@ -110,7 +111,7 @@ def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int
     )
 
 
-def _play(
+async def _play(
     source: str | Path, spec: RlSpec, environment: Any, tasks: Sequence[Task], measure: Measure | None
 ) -> Evaluation:
     """Load a model, let it play the tasks greedily, and return the scores."""
@@ -130,15 +131,12 @@ def _play(
         retries=1 if environment_spec.workers else 0,
     )
 
-    async def play() -> Evaluation:
-        try:
-            max_tokens = spec.eval.max_tokens or spec.train.max_tokens
-            share = environment_spec.max_failed_share
-            return await evaluate(setting, tasks, max_tokens, max_failed_share=share, measure=measure)
-        finally:
-            await engine.close()
-
-    return asyncio.run(play())
+    try:
+        max_tokens = spec.eval.max_tokens or spec.train.max_tokens
+        share = environment_spec.max_failed_share
+        return await evaluate(setting, tasks, max_tokens, max_failed_share=share, measure=measure)
+    finally:
+        await engine.close()
 
 
 def _spec_of(source: str | Path) -> RunSpec:
