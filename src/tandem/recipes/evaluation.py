@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,20 @@ def evaluate_model(
     target = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
     with ready_packages(spec, Path(source) if is_run and its_own else None) as packages:
         environment = training.environment(training.its_spec(spec), packages and packages.installed)
-    try:
-        tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
 
-        async def play() -> tuple[Evaluation | None, Evaluation]:  # in one event loop, to which the workers belong
+    async def play() -> tuple[list[Task], Evaluation | None, Evaluation]:
+        """Play both in one event loop, to which the environment's workers belong."""
+        try:
+            tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
             first = await _play(base, spec, environment, tasks, None) if base else None
-            return first, await _play(source, spec, environment, tasks, first.measure if first else None)
+            return tasks, first, await _play(source, spec, environment, tasks, first.measure if first else None)
+        finally:
+            training.close(environment)
 
-        of_base, played = asyncio.run(play())
-        against = _stored(of_base, spec, tasks, 0, f"base {base}") if of_base else None
-        version = find_model(source)[2]
-        found = _stored(played, spec, tasks, version, "eval")
-    finally:
-        training.close(environment)
+    tasks, of_base, played = asyncio.run(play())
+    against = _stored(of_base, spec, tasks, 0, f"base {base}") if of_base else None
+    version = find_model(source)[2]
+    found = _stored(played, spec, tasks, version, "eval")
     if against is None and is_run:
         against = next((e for e in read_evals(Path(source)) if e.pairs_with(found) and e.version < version), None)
     path = store_eval(target, found)
@@ -117,7 +119,8 @@ async def _play(
     """Load a model, let it play the tasks greedily, and return the scores."""
     path, _, version = find_model(source)
     environment_spec = training.its_spec(spec)
-    model, engine = load_model(path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
+    load = partial(load_model, path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
+    model, engine = await asyncio.to_thread(load)  # it runs an event loop of its own
     setting = Setting(
         environment,
         engine,
