@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from conftest import Train
+from tandem.build import standalone_engines
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.recipes.evaluation import evaluate_model
@@ -72,3 +73,16 @@ def test_nothing_is_written_over_and_what_is_damaged_spoils_no_other(tmp_path: P
     assert [each.mean for each in read_evals(tmp_path)] == pytest.approx([0.5, 0.1, 0.2, 0.3])
     paths[1].write_text(paths[1].read_text()[:40])
     assert [each.mean for each in read_evals(tmp_path)] == pytest.approx([0.5, 0.1, 0.3])
+
+
+@pytest.mark.timeout(120)
+def test_a_base_and_the_model_are_played_by_the_same_workers(tmp_path: Path, one_thread: None):
+    """Workers belong to an event loop: in a second one their episodes waited for ever."""
+    for name in ("base", "model"):
+        standalone_engines.write_preset("tiny", "0", str(tmp_path / name))
+    spec = spec_of(tmp_path)
+    spec["environment"]["workers"] = 2
+    told = evaluate_model(tmp_path / "model", spec, base=tmp_path / "base", directory=tmp_path / "evals")
+    assert told.against is not None
+    assert told.found.failed == told.against.failed == 0
+    assert told.found.scores == told.against.scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +84,20 @@ def evaluate_model(
     target = Path(directory or (source if is_run else Path(".tandem") / "evals" / Path(source).name))
     with ready_packages(spec, Path(source) if is_run and its_own else None) as packages:
         environment = training.environment(training.its_spec(spec), packages and packages.installed)
-    measure: Measure | None = None
-    try:
-        tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
-        against = None
-        if base:
-            played = _play(base, spec, environment, tasks, measure)
-            against, measure = _stored(played, spec, tasks, 0, f"base {base}"), played.measure
-        version = find_model(source)[2]
-        played = _play(source, spec, environment, tasks, measure)
-        found = _stored(played, spec, tasks, version, "eval")
-    finally:
-        training.close(environment)
+
+    async def play() -> tuple[list[Task], Evaluation | None, Evaluation]:
+        """Play both in one event loop, to which the environment's workers belong."""
+        try:
+            tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed)
+            first = await _play(base, spec, environment, tasks, None) if base else None
+            return tasks, first, await _play(source, spec, environment, tasks, first.measure if first else None)
+        finally:
+            training.close(environment)
+
+    tasks, of_base, played = asyncio.run(play())
+    against = _stored(of_base, spec, tasks, 0, f"base {base}") if of_base else None
+    version = find_model(source)[2]
+    found = _stored(played, spec, tasks, version, "eval")
     if against is None and is_run:
         against = next((e for e in read_evals(Path(source)) if e.pairs_with(found) and e.version < version), None)
     path = store_eval(target, found)
@@ -110,13 +113,14 @@ def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int
     )
 
 
-def _play(
+async def _play(
     source: str | Path, spec: RlSpec, environment: Any, tasks: Sequence[Task], measure: Measure | None
 ) -> Evaluation:
     """Load a model, let it play the tasks greedily, and return the scores."""
     path, _, version = find_model(source)
     environment_spec = training.its_spec(spec)
-    model, engine = load_model(path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
+    load = partial(load_model, path, version, HfEngineSpec(), thinking=spec.model.thinking, inline=True)
+    model, engine = await asyncio.to_thread(load)  # it runs an event loop of its own
     setting = Setting(
         environment,
         engine,
@@ -130,15 +134,12 @@ def _play(
         retries=1 if environment_spec.workers else 0,
     )
 
-    async def play() -> Evaluation:
-        try:
-            max_tokens = spec.eval.max_tokens or spec.train.max_tokens
-            share = environment_spec.max_failed_share
-            return await evaluate(setting, tasks, max_tokens, max_failed_share=share, measure=measure)
-        finally:
-            await engine.close()
-
-    return asyncio.run(play())
+    try:
+        max_tokens = spec.eval.max_tokens or spec.train.max_tokens
+        share = environment_spec.max_failed_share
+        return await evaluate(setting, tasks, max_tokens, max_failed_share=share, measure=measure)
+    finally:
+        await engine.close()
 
 
 def _spec_of(source: str | Path) -> RunSpec:
