@@ -89,6 +89,8 @@ class SkyPilot:
         with (self.root / "log").open("ab") as log:
             self.server = subprocess.Popen(self._command, env=env, stdout=log, stderr=log, start_new_session=True)
         until(self._answers, 120)
+        env |= {"HOME": str(self.root / "state"), "SKYPILOT_API_SERVER_ENDPOINT": self.url}
+        subprocess.run([Path(PYTHON).parent / "sky", "check", "slurm"], env=env, capture_output=True, check=True)
 
     def kill(self) -> None:
         for home in ("home", "state"):  # the server and its many children, and clients that wait for machines
