@@ -80,7 +80,7 @@ class Planter:
 def lead(home: Path) -> dict[str, Any]:
     from tandem import recipes  # noqa: F401 - as a run does
     from tandem.build import training
-    from tandem.recipes.crew import _own_store
+    from tandem.recipes.crew import own_store
     from tandem.runs.rank_processes import RankProcesses, loopback_only
 
     os.environ.update(loopback_only())
@@ -88,7 +88,7 @@ def lead(home: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     crew: Crew | None = None
     try:
-        store = _own_store(processes)
+        store = own_store(processes)
         crew = Crew(store, 0, 2, device=torch.device("cpu"), deadline_s=60.0, children=processes)
         member = build.Member(crew)
         crew.handle("begin", member.begin)

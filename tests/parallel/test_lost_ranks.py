@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.errors import RankLost
+from tandem.recipes.crew import own_store
 from tandem.runs.rank_processes import RankProcesses
 from tandem.spec.load import parse_spec
 from tandem.train.crew import Crew, call_off
@@ -133,8 +134,7 @@ time.sleep(600)
 def test_a_rank_that_stands_still_while_it_starts_is_named_and_one_that_starts_slowly_is_not(tmp_path):
     processes = RankProcesses(3, tmp_path, [sys.executable, "-c", _STARTS, str(tmp_path)])
     try:
-        store = dist.TCPStore("127.0.0.1", processes.port, is_master=True, wait_for_workers=False,
-                              master_listen_fd=processes.listening.detach())  # fmt: skip
+        store = own_store(processes)
         started = time.monotonic()
         with pytest.raises(RankLost, match=f"rank 2 on host {socket.gethostname()}: shows no sign of life for "):
             Crew(store, 0, 3, device=torch.device("cpu"), deadline_s=4.0, children=processes)

@@ -149,7 +149,7 @@ def crew_of(spec: RunSpec, directory: Path) -> Iterator[Crew | None]:
     try:
         from tandem.build import crew as build
 
-        store = given_store() if processes is None else _own_store(processes)
+        store = given_store() if processes is None else own_store(processes)
         local_rank, local_ranks = _local() if processes is None else (0, processes.on_host)
         crew = build.lead(spec, store, local_rank=local_rank, local_ranks=local_ranks, children=processes)
         _hide_launcher()
@@ -294,7 +294,7 @@ def given_store() -> Any:
     return dist.TCPStore(host, port, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
 
 
-def _own_store(processes: RankProcesses) -> Any:
+def own_store(processes: RankProcesses) -> Any:
     dist: Any = import_module("torch.distributed")
     listening = processes.listening.detach()
     return dist.TCPStore(
