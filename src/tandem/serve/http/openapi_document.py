@@ -35,14 +35,15 @@ class _Spoken:
     query: Sequence[str] = ()
     key: Literal["", "required", "optional"] = ""
     answer: Any = None
+    several: bool = False
     scope: str = ""
 
 
 def speaks(body: Any = None, **more: Any) -> Callable[[F], F]:
     """Describe an endpoint's requests and responses. `body`: a pydantic model, a msgspec struct or a union; `optional`:
     the body may be left out; `types`, `answers`: media types; `status`: of success; `query`: parameters; `key`: whether
-    an Idempotency-Key is required or optional; `answer`: the pydantic model of a JSON answer; `scope`: what a
-    key must have."""
+    an Idempotency-Key is required or optional; `answer`: the pydantic model of a JSON answer; `several`: it may be
+    a list of such answers; `scope`: what a key must have."""
 
     def mark(endpoint: F) -> F:
         endpoint.__dict__["spoken"] = _Spoken(body, **more)
@@ -138,6 +139,8 @@ def _responses(
     is_open: bool,
 ) -> dict[str, Any]:
     json_schema = {"type": "object"} if said.answer is None else refs[said.answer]
+    if said.several:
+        json_schema = {"anyOf": [json_schema, {"type": "array", "items": json_schema}]}
     schemas = {JSON: {"schema": json_schema}, EVENTS: {}}  # tools hold a schema of events against each of them
     content = {kind: schemas.get(kind, {"schema": {"type": "string"}}) for kind in said.answers}
     found: dict[str, Any] = {str(said.status): {"description": "Success.", "content": content}}

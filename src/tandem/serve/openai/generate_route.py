@@ -117,7 +117,7 @@ class Generate:
         router.add_api_route("/generate", self.generate, methods=["POST"])
         return router
 
-    @speaks(VllmBody | SglangBody)
+    @speaks(VllmBody | SglangBody, several=True)  # SGLang's form, with several prompts or samples
     async def generate(self, request: Request) -> JSONResponse:
         asked = await read(request, _either)
         if isinstance(asked, SglangBody):
