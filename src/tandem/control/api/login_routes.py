@@ -46,7 +46,7 @@ class LoginRoutes:
         self.router.add_api_route(BEGIN, self.begin, methods=["GET"], include_in_schema=False)
         self.router.add_api_route(DONE, self.done, methods=["GET"], include_in_schema=False)
 
-    @speaks(answer=LoginInfo)
+    @speaks(answer=LoginInfo, refuses=(404,))
     async def info(self) -> Response:
         """Say where to sign in. 404 if this server has no OpenID provider."""
         provider = self._provider()

@@ -36,6 +36,7 @@ class _Spoken:
     key: Literal["", "required", "optional"] = ""
     answer: Any = None
     several: bool = False
+    refuses: Sequence[int] = ()
     scope: str = ""
 
 
@@ -43,7 +44,7 @@ def speaks(body: Any = None, **more: Any) -> Callable[[F], F]:
     """Describe an endpoint's requests and responses. `body`: a pydantic model, a msgspec struct or a union; `optional`:
     the body may be left out; `types`, `answers`: media types; `status`: of success; `query`: parameters; `key`: whether
     an Idempotency-Key is required or optional; `answer`: the pydantic model of a JSON answer; `several`: it may be
-    a list of such answers; `scope`: what a key must have."""
+    a list of such answers; `refuses`: statuses beside those of every such route; `scope`: what a key must have."""
 
     def mark(endpoint: F) -> F:
         endpoint.__dict__["spoken"] = _Spoken(body, **more)
@@ -144,7 +145,7 @@ def _responses(
     schemas = {JSON: {"schema": json_schema}, EVENTS: {}}  # tools hold a schema of events against each of them
     content = {kind: schemas.get(kind, {"schema": {"type": "string"}}) for kind in said.answers}
     found: dict[str, Any] = {str(said.status): {"description": "Success.", "content": content}}
-    statuses = {403, 421, 500, 503} | (set() if is_open else {401, *of_all})
+    statuses = {403, 421, 500, 503, *said.refuses} | (set() if is_open else {401, *of_all})
     if operation.get("parameters"):
         statuses |= {404, 422}
     if said.body is not None:
