@@ -132,13 +132,13 @@ time.sleep(600)
 
 
 def test_a_rank_that_stands_still_while_it_starts_is_named_and_one_that_starts_slowly_is_not(tmp_path):
+    started = time.monotonic()
     processes = RankProcesses(3, tmp_path, [sys.executable, "-c", _STARTS, str(tmp_path)])
     try:
         store = own_store(processes)
-        started = time.monotonic()
         with pytest.raises(RankLost, match=f"rank 2 on host {socket.gethostname()}: shows no sign of life for "):
-            Crew(store, 0, 3, device=torch.device("cpu"), deadline_s=4.0, children=processes)
-        assert 4 < time.monotonic() - started < 60
+            Crew(store, 0, 3, device=torch.device("cpu"), deadline_s=8.0, children=processes)
+        assert 8 < time.monotonic() - started < 90
     finally:
         processes.close(0.0)
 
