@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,6 +150,14 @@ def complete(engine: Any, requests: Sequence[Request]) -> list[Completion]:
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, END, (length,), generator=generator).tolist() for length in lengths]
+
+
+def of_many_lengths(count: int, *, most_tokens: int) -> list[Request]:
+    drawn = random.Random(3)
+    requests = list[Request]()
+    for number, prompt in enumerate(prompts(*[drawn.randint(1, 40) for _ in range(count)])):
+        requests.append((prompt, Sampling(drawn.randint(1, most_tokens), temperature=1.0, seed=number)))
+    return requests
 
 
 def forwards(module: Any) -> list[tuple[int, int]]:

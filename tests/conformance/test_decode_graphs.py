@@ -6,18 +6,16 @@ TRITON_INTERPRET=1 runs the kernel without a GPU, but not in bfloat16, which the
 from __future__ import annotations
 
 import os
-import random
 from contextlib import nullcontext
 
 import pytest
 import torch
-from engines import ARCHITECTURES, complete, make_engine, prompts
+from engines import ARCHITECTURES, complete, make_engine, of_many_lengths
 
 from tandem.engine.hf.decode_steps import DecodeSteps
 from tandem.engine.hf.kv_cache import KvCache
 from tandem.ops import decode_attention
 from tandem.ops.lm_head import Head
-from tandem.types import Sampling
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -56,11 +54,7 @@ def test_the_kernel_is_plain_attention(shape: str, dtype: torch.dtype, monkeypat
 @pytest.mark.skipif(not ON_GPU, reason="graphs are for GPUs")
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-sliding", "gemma3-mixed"])
 def test_graphs_sample_what_launches_sample(name: str):
-    module, drawn = ARCHITECTURES[name]().to(DEVICE), random.Random(3)
-    asked = [
-        (prompt, Sampling(drawn.randint(1, 60), temperature=1.0, seed=number))
-        for number, prompt in enumerate(prompts(*[drawn.randint(1, 40) for _ in range(40)]))
-    ]
+    module, asked = ARCHITECTURES[name]().to(DEVICE), of_many_lengths(40, most_tokens=60)
     expected = complete(make_engine("inline", module, max_running=24), asked)
     engine = make_engine("inline", module, max_running=24, eager=False)
     found = complete(engine, asked)

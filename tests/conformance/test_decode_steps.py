@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from engines import ARCHITECTURES, complete, make_engine, prompts
+from engines import ARCHITECTURES, complete, make_engine, of_many_lengths
 
 from tandem.ops import decode_attention
-from tandem.types import Sampling
 
 REFUSED = {"qwen3-eager": "model.attention = 'eager'", "gemma2-softcap-mixed": "model.attention = 'eager'"}
 EACH = ["llama-gqa", "mistral-sliding", "gemma3-mixed", "granite-scaled", *REFUSED]
@@ -18,11 +15,7 @@ EACH = ["llama-gqa", "mistral-sliding", "gemma3-mixed", "granite-scaled", *REFUS
 @pytest.mark.parametrize("name", EACH)
 def test_steps_without_masks_sample_the_same(name: str):
     """Rows of many lengths, more requests than rows, and ends at different times: rows move, and some are dead."""
-    module, drawn = ARCHITECTURES[name](), random.Random(3)
-    asked = [
-        (prompt, Sampling(drawn.randint(1, 24), temperature=1.0, seed=number))
-        for number, prompt in enumerate(prompts(*[drawn.randint(1, 40) for _ in range(11)]))
-    ]
+    module, asked = ARCHITECTURES[name](), of_many_lengths(11, most_tokens=24)
     expected = complete(make_engine("inline", module, max_running=6), asked)
     engine = make_engine("inline", module, max_running=6, eager=False)
     found = complete(engine, asked)

@@ -46,18 +46,24 @@ class Replay:
         self._has_run = True
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self._device)
         try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads continue with their work
-                try:
-                    self._launch()
-                finally:
-                    graph.capture_end()
+            return record_graph(self._launch, self._device)
         except RuntimeError as error:
             _log.warning("%s are launched one by one: no graph could be made of them: %s", self._what, error)
             return None
-        return graph
+
+
+def record_graph(launch: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """Return what `launch` does as a CUDA graph; RuntimeError if it waits for the GPU, or allocates outside of torch.
+    It has been run before. Graphs of one `pool` share its memory: no two of them run at a time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads continue with their work
+        try:
+            launch()
+        finally:
+            graph.capture_end()
+    return graph
 
 
 class Copying:

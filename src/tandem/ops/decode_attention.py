@@ -8,28 +8,8 @@ Shapes: S rows, H heads, K heads of keys, G heads that share keys (H = K * G), L
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 from torch import Tensor
-
-_MOST_D = 256
-
-
-def why_not(module: Any) -> str:
-    """Return why a model's decode steps need masks; empty if its attention may do without, which a trial must show."""
-    config = module.config.get_text_config()
-    if config._attn_implementation not in ("sdpa", "tandem_packed"):
-        return f"model.attention = '{config._attn_implementation}'"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "the model's attention has a soft cap"
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if size > _MOST_D:
-        return f"the kernel does not support heads of {size} numbers"
-    if next(module.parameters()).is_cuda and find_spec("triton") is None:
-        return "triton is not installed"
-    return ""
 
 
 def attend(

@@ -13,6 +13,7 @@ Shapes: T tokens of all rows, K gathered keys, H heads, D numbers per head.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -66,10 +67,25 @@ def why_not(module: Any) -> str:
         return f"model.attention = '{config._attn_implementation}'"
     if module.get_input_embeddings().weight.dtype not in (torch.bfloat16, torch.float16):
         return "the kernel computes in 16 bits; set precision.weights = 'bfloat16'"
+    return _why_not_heads(config, multiple=8)
+
+
+def why_not_steps(module: Any) -> str:
+    """Return why a model's decode steps need masks; empty if its attention may support `ends`, which a trial must
+    show."""
+    config = module.config.get_text_config()
+    if config._attn_implementation not in ("sdpa", NAME):
+        return f"model.attention = '{config._attn_implementation}'"
+    if why := _why_not_heads(config):
+        return why
+    return "triton is not installed" if next(module.parameters()).is_cuda and find_spec("triton") is None else ""
+
+
+def _why_not_heads(config: Any, *, multiple: int = 1) -> str:
     if getattr(config, "attn_logit_softcapping", None):
         return "the model's attention has a soft cap"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return "" if size % 8 == 0 and size <= 256 else f"the kernel does not support heads of {size} numbers"
+    return "" if size % multiple == 0 and size <= 256 else f"the kernel does not support heads of {size} numbers"
 
 
 def no_mask(device: torch.device) -> Tensor:

@@ -451,7 +451,7 @@ class _Watcher:
     def _sign_of(self, rank: int) -> tuple[str, float] | None:
         """Return what changes while a rank lives, and for how many seconds it has not, as far as that is known; None as
         long as nothing can be seen of it."""
-        if self._store.check([f"alive/{rank}"]):
+        if self.all_there or self._store.check([f"alive/{rank}"]):
             return self._store.get(f"alive/{rank}").decode(), 0.0
         children = self._crew._children
         return children.sign(rank) if children is not None else None

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tandem.engine.hf.kv_cache import KvCache
-from tandem.ops import attention_masks, decode_attention, option_report, packed_attention
+from tandem.ops import attention_masks, option_report, packed_attention
+from tandem.ops.batched_launches import record_graph
 from tandem.ops.lm_head import Head
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class DecodeSteps:
         self._addresses: Sequence[int] = ()
         self._cache_moved, self._pool = -1, None
         self._why_no_graph = "" if last_S.is_cuda else "graphs are for GPUs"
-        self.why_masked = decode_attention.why_not(module)
+        self.why_masked = packed_attention.why_not_steps(module)
         """Why steps need masks; empty if they do not."""
         if not self.why_masked:
             packed_attention.engage(module)
@@ -98,7 +99,7 @@ class DecodeSteps:
             self._pool = torch.cuda.graph_pool_handle()
         into_SV = self._logits_SV[:rows]
         try:
-            self._graphs[rows] = _recorded(lambda: into_SV.copy_(self._launched(rows)), into_SV.device, self._pool)
+            self._graphs[rows] = record_graph(lambda: into_SV.copy_(self._launched(rows)), into_SV.device, self._pool)
         except RuntimeError as error:
             self._why_no_graph = _first_line(error)
             _log.warning("decode steps are launched one by one from now on: %s", self._why_no_graph)
@@ -138,27 +139,12 @@ class DecodeSteps:
 def _tried(launch: Callable[[], Tensor], into: Tensor, expected: Tensor) -> str:
     """Return why a graph of `launch` cannot be used; empty if it can."""
     try:
-        graph = _recorded(lambda: into.copy_(launch()), into.device)
+        graph = record_graph(lambda: into.copy_(launch()), into.device)
         into.zero_()
         graph.replay()
     except RuntimeError as error:
         return _first_line(error)
     return _why_far(into, expected, "recorded steps")
-
-
-def _recorded(launch: Callable[[], object], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Return what `launch` does as a graph; RuntimeError if it waits for the GPU, or allocates outside of torch. It has
-    been run before on this thread."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        # Other threads go on with their work. Graphs of one pool share its memory: no two run at a time.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            launch()
-        finally:
-            graph.capture_end()
-    return graph
 
 
 def _why_far(found: Tensor, expected: Tensor, what: str) -> str:
