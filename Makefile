@@ -8,7 +8,7 @@ ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
 REAL := .tandem/real
 
-.PHONY: install install-system docs quickstart test test-slow test-all test-wheel test-vllm test-skypilot test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-again test-all test-wheel test-vllm test-skypilot test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -44,6 +44,13 @@ test: install
 # Kills, whole runs that must learn, and the other files that tests/conftest.py names.
 test-slow: install
 	$(PYTEST) --numprocesses 3 -m slow
+
+# What failed in the tier that ran last, once more and alone, if it was three tests at most: thousands of tests, many of
+# several processes, load the machine for half an hour. What fails again fails; what passes is to be mended all the same.
+test-again: install
+	@$(BIN)/python -c 'import json, sys; failed = [*json.load(open(".pytest_cache/v/cache/lastfailed"))]; \
+	  print("Failed, and runs again alone:", *failed, sep="\n  "); sys.exit(not 0 < len(failed) <= 3)'
+	$(PYTEST) --numprocesses 0 --last-failed --last-failed-no-failures none
 
 test-all: test test-slow
 

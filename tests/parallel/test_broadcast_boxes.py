@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from box_ends import Counted, as_served, boxes_of_worker, layout, piece_hash, weights_of
 
 from stopwatch import Stopwatch
+from tandem.bridge.collective import process_group
+from tandem.bridge.collective.process_group import Group
 from tandem.bridge.collective.sender import BroadcastBridge, choose_transport
 from tandem.engine.vllm.weight_update import whole
 from tandem.errors import RanksDiverged, SyncError, SyncTimeout, TandemError
@@ -281,6 +284,36 @@ def test_wrong_rows_are_caught_by_name_and_nothing_is_served(fault: str, two_to_
     assert two_to_two.seconds < 4  # of a deadline of 8 s
     two_to_two.meet()
     two_to_two.check(3)
+
+
+class Lost:
+    """A message of rank 0 to receiver 0, which is lost a second after it began."""
+
+    def __init__(self) -> None:
+        self.peer, self._ends = 2, time.monotonic() + 1
+
+    @property
+    def failed(self) -> bool:
+        return self.is_completed()
+
+    def is_completed(self) -> bool:
+        return time.monotonic() > self._ends
+
+    def wait(self) -> None:
+        raise RuntimeError("Read error: Connection reset by peer")
+
+
+def test_who_broke_off_is_named_though_another_partner_is_lost_first(
+    two_to_two: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 breaks off, and rank 0 loses a receiver, which left because of that, before it looks for reports."""
+    exchange = Group.exchange
+    monkeypatch.setattr(process_group, "LISTEN_S", 60.0)
+    monkeypatch.setattr(Group, "exchange", lambda *arguments: [*exchange(*arguments), Lost()])
+    sent, _, _ = two_to_two.publish(1, "a part gone")
+    with pytest.raises(SyncError, match=FAULTS["a part gone"]):
+        assert isinstance(sent, SyncError)
+        raise sent
 
 
 @pytest.mark.parametrize("fault", ["a part left out", "no number", "swapped rows"])

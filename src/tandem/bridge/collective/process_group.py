@@ -24,7 +24,8 @@ from tandem.bridge.collective.control_channel import CLOSING_S, LOST, ChannelAdd
 from tandem.bridge.common.deadline import Deadline, run_on_thread
 from tandem.errors import SyncError, SyncTimeout
 
-_LISTEN_S = 0.2
+LISTEN_S = 0.2
+"""Between two looks at what other ends report."""
 
 
 class Message(NamedTuple):
@@ -84,14 +85,14 @@ class Group(SideStream):
     def listen(self, keys: Sequence[str]) -> None:
         """Watch these keys, where other ends report that they broke off: a collective without its partner may never
         end."""
-        self._keys, self._next_look = tuple(keys), time.monotonic() + _LISTEN_S
+        self._keys, self._next_look = tuple(keys), time.monotonic() + LISTEN_S
 
     def broadcast(self, buffer: Tensor, deadline: Deadline) -> Any:
         """Send rank 0's bytes to all ranks; return at once."""
         options = c10d.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = True
-        with as_sync_errors(self._address.mode, "a bucket was not taken", deadline):
+        with self._explained("a bucket was not taken", deadline):
             work = self._group.broadcast([buffer], options)
         self._works.append(work)
         return work
@@ -101,7 +102,7 @@ class Group(SideStream):
         once."""
         if self._stream is None:
             deadline.until(lambda: self._completed([work], what_failed, deadline), what_failed)
-        with as_sync_errors(self._address.mode, what_failed, deadline):
+        with self._explained(what_failed, deadline):
             work.wait()
 
     def finish(self, what_failed: str, deadline: Deadline) -> None:
@@ -115,7 +116,7 @@ class Group(SideStream):
         """Start to send and receive these buffers; return at once. On GPUs they travel together: one after the other,
         ranks could wait for each other in a ring."""
         on_gpu = self._stream is not None
-        with as_sync_errors(self._address.mode, "a bucket was not taken", deadline):
+        with self._explained("a bucket was not taken", deadline):
             if on_gpu:
                 self._group._start_coalescing()
             works = [(self._group.send([buffer], peer, 0), peer) for buffer, peer in sent]
@@ -139,7 +140,7 @@ class Group(SideStream):
         for work in sorted(works, key=lambda each: not getattr(each, "failed", False)):
             peer = getattr(work, "peer", None)
             at = "" if peer is None else f" (with {self._address.member(peer)})"
-            with as_sync_errors(self._address.mode, f"{what_failed}{at}", deadline):
+            with self._explained(f"{what_failed}{at}", deadline):
                 work.wait()
 
     def close(self, *, broken: bool) -> None:
@@ -155,12 +156,30 @@ class Group(SideStream):
         if all(work.is_completed() for work in works):
             return True
         if time.monotonic() >= self._next_look:
-            told = [self._channel.read_if_there(key, what_failed, deadline) for key in self._keys]
-            if any(told):  # first who broke off for a reason of its own; those who miss it then say so, too
-                why = "; ".join(sorted(filter(None, told), key=lambda each: LOST in each))
-                raise SyncError(f"{self._address.mode}: {what_failed}: {why}")
-            self._next_look = time.monotonic() + _LISTEN_S
+            if told := self._told(what_failed, deadline):
+                raise SyncError(f"{self._address.mode}: {what_failed}: {'; '.join(told)}")
+            self._next_look = time.monotonic() + LISTEN_S
         return False
+
+    def _told(self, what_failed: str, deadline: Deadline) -> list[str]:
+        """Return what others report: first who broke off for a reason of its own, then those who miss it."""
+        told = [self._channel.read_if_there(key, what_failed, deadline) for key in self._keys]
+        return sorted(filter(None, told), key=lambda each: LOST in each)
+
+    @contextmanager
+    def _explained(self, what_failed: str, deadline: Deadline) -> Iterator[None]:
+        """Turn torch's errors into ours. Who breaks off reports why before it closes its sockets, so a lost partner may
+        be another's fault, and its report is there already."""
+        try:
+            with as_sync_errors(self._address.mode, what_failed, deadline):
+                yield
+        except SyncError as error:
+            told = list[str]()
+            with suppress(SyncError):
+                told = self._told(what_failed, deadline)
+            if told and LOST not in told[0]:
+                raise SyncError(f"{self._address.mode}: {what_failed}: {'; '.join(told)}") from error
+            raise
 
     def _form_gloo(self, store: Store, rank: int) -> Any:
         gloo: Any = c10d.ProcessGroupGloo
