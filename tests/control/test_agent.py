@@ -126,6 +126,23 @@ def test_a_cancelled_run_is_gone_within_ten_seconds(control: Control) -> None:
     ends(control, run, "cancelled")
 
 
+def test_a_run_ends_at_its_limit_though_the_control_plane_is_away(tmp_path: Path) -> None:
+    here = f'[targets.here]\nkind = "local"\ndirectory = "{tmp_path}/jobs"\ntandem = "{tmp_path}/tandem"\n'
+    control = Control(tmp_path, here + "usd_per_hour = 3600\n")
+    try:
+        body = {"spec_toml": spec_of(tmp_path, 10**6), "target": "here", "max_cost_usd": 20.0}
+        run = control.ask("POST", "/api/runs", body)["id"]
+        until(lambda: control.ask("GET", f"/api/runs/{run}/attempts")["items"][0]["claimed_at"])
+        control.kill()
+        until(lambda: not control.processes(), 25)
+        control.start()
+        until(lambda: control.state(run) == "stopped", 30)
+        assert control.ask("GET", f"/api/runs/{run}")["why"] == "it has cost what it may: max_cost_usd = 20"
+        assert control.ask("GET", "/api/usage")["items"][0]["usd"] <= 21
+    finally:
+        control.close()
+
+
 def test_a_wrong_spec_fails_with_its_reason_and_is_not_tried_again(control: Control) -> None:
     run = control.submit(2, model={"path": str(control.home / "no-such-model")})
     ends(control, run, "failed")

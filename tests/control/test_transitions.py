@@ -31,8 +31,8 @@ class Rig:
     def do(self, change: Any, **named: Any) -> Any:
         return asyncio.run(self.store.write(partial(change, now=self.now, **named)))
 
-    def submit(self) -> str:
-        asked = transitions.Submitted(self.org, "quick", "recipe = 'rl'", "box", usd_per_hour=3.6)
+    def submit(self, **more: Any) -> str:
+        asked = transitions.Submitted(self.org, "quick", "recipe = 'rl'", "box", usd_per_hour=3.6, **more)
         return self.do(transitions.submit, asked=asked)
 
     def open(self) -> AttemptView:
@@ -177,6 +177,50 @@ def test_a_lost_attempt_is_counted_until_its_lease_ran_out(rig: Rig):
     rig.now += 10 * LEASE_MS
     rig.close()
     assert rig.row(Usage).ended - rig.row(Usage).began == LEASE_MS
+
+
+@pytest.fixture
+def limited(rig: Rig) -> Rig:
+    """Its run may cost what 100 s do; a run before has cost as much as 1000 s."""
+    attempt = rig.open()
+    rig.claim()
+    rig.now += 1_000_000
+    rig.do(transitions.end, attempt_id=attempt.id, instance="me", ending=Ending("succeeded"))
+    rig.close("succeeded")
+    rig.submit(max_cost_usd=0.1)
+    rig.open()
+    rig.claim()
+    return rig
+
+
+def test_the_costs_of_another_run_are_not_this_ones(limited: Rig):
+    attempt = limited.attempt()
+    renew = partial(limited.do, transitions.renew, attempt_id=attempt.id, instance="me", ticks=1, limit_ms=10)
+    assert renew() == "run"
+    limited.now += 79_000
+    assert renew() == "stop"
+    limited.now += 10_000
+    assert renew() == "cancel"
+
+
+def test_a_claim_says_what_the_costs_demand_from_now_on(limited: Rig):
+    limited.now += 1_000  # a claim whose answer was lost
+
+    def limits(session: Session) -> Any:
+        run, attempt = session.scalars(sa.select(Run).where(Run.max_cost_usd > 0)).one(), limited.attempt()
+        return transitions.limits_of(session, run, session.get_one(Attempt, attempt.id), limited.now)
+
+    assert asyncio.run(limited.store.read(limits)).model_dump() == {"stop_s": 77.0, "cancel_s": 87.0, "spent_s": 99.0}
+
+
+def test_a_silent_agent_keeps_to_its_limit_and_is_counted_until_then(limited: Rig):
+    attempt = limited.attempt()
+    limited.now += 60_000
+    limited.do(transitions.renew, attempt_id=attempt.id, instance="me", ticks=1, limit_ms=10)
+    limited.now += 10 * LEASE_MS
+    limited.close("stopped")
+    newest = limited.do(lambda session, now: session.scalars(sa.select(Usage).order_by(Usage.ended.desc())).first())
+    assert newest.ended - newest.began == 100_000
 
 
 def test_an_attempt_that_was_never_claimed_costs_nothing(rig: Rig):

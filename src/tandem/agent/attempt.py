@@ -20,11 +20,12 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tandem.agent.link import Link
+from tandem.agent.limits import KILL_S, Limits
+from tandem.agent.link import PATIENCE_S, Link
 from tandem.agent.packages import with_packages
 from tandem.agent.shipping import Shipper
 from tandem.agent.trainer import INSTANCE, RunProcess, ServeProcess, only_agent
@@ -54,7 +55,6 @@ RUNS = "runs"
 """Beside the jobs' directories: a run's directory outlives the job, and a further attempt resumes it."""
 _EVERY_S = 1.0
 _STARTS_S = 0.2
-_CANCEL_S = 4.0
 _PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CONSOLE = "console.txt"
@@ -69,7 +69,9 @@ class Agent:
     every_s: float = _EVERY_S
     hosts: JobHosts | None = None
     """Of the job, if it has several: this is the first."""
-    _want: Literal["run", "stop", "cancel"] = "run"
+    _wanted: Literal["run", "stop", "cancel"] = "run"
+    """By the control plane."""
+    _limits: Limits = field(default_factory=Limits)
     _asked: bool = False
     """The machine asked this process to end."""
     _told: bool = False
@@ -84,10 +86,13 @@ class Agent:
             signal.signal(signal.SIGTERM, self._ask)
             signal.signal(signal.SIGINT, self._ask)
             self._instance = self._own_name()
+            self._note()
             trainer: RunProcess | None = None
             try:
                 absent = self._absent()
                 claimed = self._claim()
+                if claimed is None and self._limits.is_spent:
+                    return self._leave()
                 if claimed is None:
                     return 128 + signal.SIGTERM
                 runs = self.home.parent / RUNS
@@ -111,7 +116,8 @@ class Agent:
                 spec_toml = with_packages(spec_toml, trainer.run_dir, self.home, self.link)
         except (SpecError, ControlError, RunError, RankLost) as error:
             return self._tell_it_cannot_begin(error)
-        if trainer.begin(spec_toml, claimed.secrets, TOKEN_VARIABLE):
+        most_s = self._limits.cancel_at + KILL_S - time.monotonic()
+        if trainer.begin(spec_toml, claimed.secrets, TOKEN_VARIABLE, most_s):
             _log.info("attempt %s of run %s: the trainer has begun", claimed.n, claimed.run)
         else:
             _log.info("attempt %s of run %s: goes on with the same trainer", claimed.n, claimed.run)
@@ -147,7 +153,7 @@ class Agent:
             sign, served = SignOfLife(ticks=int(time.time()), limit_s=60.0, stage="serve"), trainer.served()
         body = AppendBody(instance=self._instance, sign=sign, serving=serving, served=served, pieces=tuple(pieces))
         try:
-            told = self.link.ask("append", body, Appended)
+            told = self.link.ask("append", body, Appended, self._limits.patience_s(PATIENCE_S))
         except RunError as error:
             if not pieces:
                 raise
@@ -158,8 +164,14 @@ class Agent:
         shipper.answered(told.streams)
         if isinstance(trainer, ServeProcess):
             trainer.serve_beside(told.adapters)
-        self._want = told.want
+        self._wanted = told.want
         return bool(shipper.pieces())
+
+    @property
+    def _want(self) -> Literal["run", "stop", "cancel"]:
+        """What the control plane wants, or what the run's costs demand, whichever is sooner over."""
+        asked = {self._wanted, self._limits.demand()}
+        return "cancel" if "cancel" in asked else "stop" if "stop" in asked else "run"
 
     def _pass_on(self, trainer: RunProcess) -> None:
         """Tell the trainer to end, once; a cancelled one is killed when it takes too long."""
@@ -168,14 +180,14 @@ class Agent:
             trainer.ask_to_end()
         if self._want == "cancel":
             self._cancelled_at = self._cancelled_at or time.monotonic()
-            if time.monotonic() - self._cancelled_at > _CANCEL_S:
+            if time.monotonic() - self._cancelled_at > KILL_S:
                 trainer.kill()
 
     def _tell_the_end(self, shipper: Shipper, trainer: RunProcess, code: int) -> int:
         """Bring over all files, then say how it ended, until the control plane has both."""
         state, why, retriable = _ending(trainer, code, self._want, asked=self._told)
         _log.info("the trainer has ended: %s%s", state, f": {why}" if why else "")
-        until, rounds, shipper.ended = time.monotonic() + _PATIENCE_S, 0, True
+        until, rounds, shipper.ended = min(time.monotonic() + _PATIENCE_S, self._limits.spent_at), 0, True
         while time.monotonic() < until:
             while shipper.pieces() and time.monotonic() < until:
                 if not self._exchange(shipper, trainer):
@@ -186,7 +198,7 @@ class Agent:
                     instance=self._instance, state=state, why=why[:4000], retriable=retriable, exit_code=code,
                     files=files,
                 )  # fmt: skip
-                told = self.link.ask("end", body, Ended)
+                told = self.link.ask("end", body, Ended, self._limits.patience_s(PATIENCE_S))
                 if told is not None and told.written:
                     return 0
                 if told is not None:
@@ -194,6 +206,8 @@ class Agent:
                     _again(shipper, told.differ, leave_out=rounds > 5)
                     continue
             time.sleep(self.every_s)
+        if self._limits.is_spent:
+            return self._leave()
         _log.error("the control plane was silent for %.0f s: it does not know this end", _PATIENCE_S)
         return 1
 
@@ -219,9 +233,23 @@ class Agent:
             gpus=_gpus(), release=own_release(),
         )  # fmt: skip
         while (claimed := self.link.ask("claim", body, Claimed)) is None:
-            if self._wake.wait(self.every_s) or self._asked:
+            if self._wake.wait(self.every_s) or self._asked or self._limits.is_spent:
                 return None
+        self._limits = Limits.from_now_on(claimed.limits)
+        self._note()
         return claimed
+
+    def _note(self) -> None:
+        """Write down what an agent must know that is started after this one was killed."""
+        limits = {"limits": asdict(self._limits)} if self._limits != Limits() else {}
+        content = {"instance": self._instance, "boot_id": _boot_id(), **limits}
+        atomic_write.write_json(self.home / INSTANCE, content)
+
+    def _leave(self) -> int:
+        """The run has cost what it may, and the control plane is away: the machine is not paid for any more."""
+        self._kill(None)
+        _log.error("the run has cost what it may, and the control plane does not answer; its directory stays here")
+        return FENCED
 
     def _own_name(self) -> str:
         """Return the name of this execution: the one of the agent before that was killed here, on the same boot."""
@@ -229,10 +257,9 @@ class Agent:
         with suppress(OSError, ValueError):
             told = cast("dict[str, Any]", read_json(path))
             if told["boot_id"] == boot_id:
+                self._limits = Limits.from_json(told.get("limits"))
                 return str(told["instance"])
-        name = secrets.token_hex(16)
-        atomic_write.write_json(path, {"instance": name, "boot_id": boot_id})
-        return name
+        return secrets.token_hex(16)
 
     def _ask(self, *_: Any) -> None:
         self._asked = True

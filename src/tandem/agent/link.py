@@ -15,7 +15,8 @@ from tandem.shapes.base import Answer, Asked
 
 _log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Answer)
-_TIMEOUT_S = 10.0
+PATIENCE_S = 10.0
+"""How long to wait for an answer."""
 _INDEX_S = 30.0
 _DEAD = (401, 403, 404, 409, 410)
 
@@ -27,13 +28,13 @@ class Link:
         """`transport`: in place of the network."""
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT_S, transport=transport)
+        self._client = httpx.Client(headers=headers, timeout=PATIENCE_S, transport=transport)
         self._silent = False
 
-    def ask(self, what: str, body: Asked, kind: type[A]) -> A | None:
+    def ask(self, what: str, body: Asked, kind: type[A], patience_s: float = PATIENCE_S) -> A | None:
         """Send a request. Fenced if the attempt is another execution's or closed; RunError if this body is refused."""
         try:
-            told = self._client.post(f"{self.url}/{what}", content=body.model_dump_json())
+            told = self._client.post(f"{self.url}/{what}", content=body.model_dump_json(), timeout=patience_s)
         except httpx.TransportError as error:
             return self._nothing(f"{type(error).__name__}: {error}")
         if told.status_code in _DEAD and not _is_ours(told):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import signal
 import subprocess
@@ -35,16 +36,24 @@ class RunProcess:
         self.run_dir, self.output = run_dir, home / OUTPUT
         self._home = home
 
-    def begin(self, spec_toml: str, secrets: Mapping[str, str], hide: str) -> bool:
+    def begin(self, spec_toml: str, secrets: Mapping[str, str], hide: str, most_s: float = math.inf) -> bool:
         """Start it; return False if it was started before: then go on with that one. `hide`: a variable of this
-        process that it does not get."""
+        process that it does not get. `most_s`: then its keeper kills it, if no agent lives to do so."""
         lock = os.open(self._home / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a keeper that has not written down yet what it started
             if (self._home / _WHO).exists():
                 return False
             env = {name: value for name, value in os.environ.items() if name != hide} | dict(secrets)
-            command = [sys.executable, "-I", keep.__file__, str(self._home), str(lock), *self._command(spec_toml)]
+            command = [
+                sys.executable,
+                "-I",
+                keep.__file__,
+                str(self._home),
+                str(lock),
+                str(most_s),
+                *self._command(spec_toml),
+            ]
             with self.output.open("ab") as output:
                 subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, pass_fds=(lock,),

@@ -181,15 +181,30 @@ def pays_for_more(left_usd: float, max_cost_usd: float, usd_per_hour: float) -> 
     return not max_cost_usd or (left_usd > 0 and left_usd * 3_600_000 > KILL_MS * usd_per_hour)
 
 
-def _wanted_by_cost(run: RunView, attempt: AttemptView, now: int) -> tuple[Want, int]:
+@dataclass(frozen=True, slots=True)
+class CostTimes:
+    """When an execution must save and end, when it is cancelled, and when it has cost all that its run may."""
+
+    stop_at: int
+    cancel_at: int
+    spent_at: int
+
+
+def cost_times(run: RunView, attempt: AttemptView) -> CostTimes | None:
+    """None if there is no limit."""
     if not (run.max_cost_usd and attempt.usd_per_hour and attempt.claimed_at):
-        return "run", 0
+        return None
     left_ms = int((run.max_cost_usd - run.spent_usd) / attempt.usd_per_hour * 3_600_000)
-    cancel_at = attempt.claimed_at + left_ms - KILL_MS
-    stop_at = cancel_at - min(SAVE_MS, left_ms // 10)
-    if now >= cancel_at:
-        return "cancel", cancel_at
-    return ("stop", stop_at) if now >= stop_at else ("run", 0)
+    spent_at = attempt.claimed_at + left_ms
+    cancel_at = spent_at - KILL_MS
+    return CostTimes(cancel_at - min(SAVE_MS, left_ms // 10), cancel_at, spent_at)
+
+
+def _wanted_by_cost(run: RunView, attempt: AttemptView, now: int) -> tuple[Want, int]:
+    times = cost_times(run, attempt)
+    if times is None or now < times.stop_at:
+        return "run", 0
+    return ("cancel", times.cancel_at) if now >= times.cancel_at else ("stop", times.stop_at)
 
 
 def _unclaimed(run: RunView, attempt: AttemptView, sights: Sequence[Sight] | None, now: int) -> Step:
@@ -233,7 +248,7 @@ def _after_its_end(run: RunView, attempt: AttemptView, end: Ending, now: int) ->
         return Close(_as_wanted(run.want), _cost_reached(run, want))
     if end.state == "stopped":
         return _again(run, "its machine asked it to end", now)
-    return _again(run, end.why, now) if end.retriable else Close("failed", end.why)
+    return _again(run, end.why, now) if end.retriable else Close("failed", end.why or f"its agent says: {end.state}")
 
 
 def _again(run: RunView, why: str, now: int) -> Step:

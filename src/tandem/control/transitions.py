@@ -13,11 +13,23 @@ from typing import Any, Literal, cast
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, pays_for_more, wanted
+from tandem.control.decide import (
+    ENDED,
+    AttemptView,
+    Ending,
+    EndState,
+    RunState,
+    RunView,
+    Want,
+    cost_times,
+    pays_for_more,
+    wanted,
+)
 from tandem.control.ids import new_id
 from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
 from tandem.control.vault import check_there
 from tandem.errors import Conflict, Fenced, NotKnown
+from tandem.shapes.agent import CostLimits
 from tandem.types import Handle
 
 _RUNS, _ATTEMPTS, _USAGE, _EVENTS = (cast("sa.Table", each.__table__) for each in (Run, Attempt, Usage, Event))
@@ -149,6 +161,20 @@ def claim(session: Session, attempt_id: str, instance: str, now: int) -> bool:
     return won
 
 
+def limits_of(session: Session, run: Run, attempt: Attempt, now: int) -> CostLimits | None:
+    """Return what the costs of a run demand of an attempt that was claimed, from now on."""
+    spent_usd = spent_by_run(session, [run.id]).get(run.id, 0.0)
+    view = RunView(run.id, "running", "run", max_cost_usd=run.max_cost_usd, spent_usd=spent_usd)
+    held = AttemptView(
+        attempt.id, attempt.n, "", "claimed", claimed_at=attempt.claimed_at, usd_per_hour=attempt.usd_per_hour
+    )
+    times = cost_times(view, held)
+    if times is None:
+        return None
+    stop_s, cancel_s, spent_s = ((at - now) / 1000 for at in (times.stop_at, times.cancel_at, times.spent_at))
+    return CostLimits(stop_s=stop_s, cancel_s=cancel_s, spent_s=spent_s)
+
+
 def _renewal() -> sa.Executable:
     """The statement of `renew`, made once: making it costs more than running it."""
     held, runs, given = _ATTEMPTS.c, _RUNS.c, sa.bindparam
@@ -163,7 +189,9 @@ def _renewal() -> sa.Executable:
         sa.select(column).where(runs.id == held.run).correlate(_ATTEMPTS).scalar_subquery().label(column.name)
         for column in (runs.want, runs.wanted_at, runs.max_cost_usd)
     ]
-    spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(_USAGE.c.run == held.run).correlate(_ATTEMPTS).scalar_subquery()
+    # In RETURNING, SQLAlchemy writes columns for SQLite without their table: `run = run` would sum up every run's usage.
+    of_this = _USAGE.c.run == sa.literal_column("attempts.run")
+    spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(of_this).correlate(_ATTEMPTS).scalar_subquery()
     return renewed.returning(held.run, held.claimed_at, held.usd_per_hour, *of_run, spent.label("spent"))
 
 
@@ -295,6 +323,8 @@ def close(
     if attempt.claimed_at:
         row = _attempt(session, attempt.id)
         until = max(row.claimed_at, row.ended_at or min(now, row.lease_until))
+        if not row.ended_at and (times := cost_times(run, attempt)) is not None:  # its agent kept to them, if alone
+            until = min(until, max(times.spent_at, row.lease_until - LEASE_MS))
         session.add(
             Usage(
                 key=f"{row.id}:compute", org=row.org, run=row.run, kind="compute", began=row.claimed_at, ended=until,

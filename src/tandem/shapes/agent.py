@@ -98,6 +98,17 @@ class ServeOrder(Answer):
     """That the server asks of its callers."""
 
 
+class CostLimits(Answer):
+    """What an agent keeps to by itself, also while the control plane is away. In seconds from this answer on."""
+
+    stop_s: float
+    """Until the trainer must save and end."""
+    cancel_s: float
+    """Until it is cancelled."""
+    spent_s: float
+    """Until the run has cost all that it may: the agent leaves the machine then, whatever is still to be told."""
+
+
 class Claimed(Answer):
     """The attempt is this execution's. What it needs to train."""
 
@@ -115,6 +126,8 @@ class Claimed(Answer):
     """Serve this instead of training."""
     lease_s: float
     """The control plane closes the attempt after this long without a sign of life."""
+    limits: CostLimits | None = None
+    """None: the run may cost what it will."""
     streams: dict[str, Stream] = Field(default_factory=dict)
     """How far the mirror of each file is, from attempts before."""
 

@@ -14,7 +14,17 @@ from tandem.control.tables import Attempt, Run
 from tandem.errors import NotKnown
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.service import HotRoute
-from tandem.shapes.agent import AdapterOrder, AppendBody, Appended, ClaimBody, Claimed, EndBody, Ended, ServeOrder
+from tandem.shapes.agent import (
+    AdapterOrder,
+    AppendBody,
+    Appended,
+    ClaimBody,
+    Claimed,
+    CostLimits,
+    EndBody,
+    Ended,
+    ServeOrder,
+)
 
 _LEASE_S = transitions.LEASE_MS / 1000
 
@@ -36,23 +46,24 @@ class AgentRoutes:
         run = await self._run_of(attempt)
         now = self.plane.clock()
 
-        def change(session: Session) -> tuple[Attempt, Run, dict[str, str]]:
+        def change(session: Session) -> tuple[Attempt, Run, dict[str, str], CostLimits | None]:
             won = transitions.claim(session, attempt, body.instance, now)
             found = session.get_one(Attempt, attempt)
             of_run = session.get_one(Run, found.run)
             if won:
                 told = {"run": run, "host": body.host, "secrets": of_run.secrets}
                 note(self.plane, session, request, of_run.org, attempt, told, now)
-            return found, of_run, vault.secrets_of(session, self.plane.keys, of_run) if of_run.secrets else {}
+            secrets = vault.secrets_of(session, self.plane.keys, of_run) if of_run.secrets else {}
+            return found, of_run, secrets, transitions.limits_of(session, of_run, found, now)
 
         async with self.plane.mirror.locks[run]:  # what an attempt before still writes is written first
-            claimed, of_run, secrets = await self.plane.store.write(change)
+            claimed, of_run, secrets, limits = await self.plane.store.write(change)
             streams = await self.plane.mirror.streams(run)
         self.plane.wake()
         return answer(
             Claimed(
                 attempt=attempt, run=run, n=claimed.n, name=of_run.name, spec_toml=of_run.spec_toml, lease_s=_LEASE_S,
-                streams=streams, secrets=secrets, serve=self._order(attempt, of_run),
+                streams=streams, secrets=secrets, serve=self._order(attempt, of_run), limits=limits,
             ),
             headers={"Cache-Control": "no-store"},
         )  # fmt: skip
