@@ -1,7 +1,7 @@
 """Runs that would train for ever, each with a limit to its costs: is it ever exceeded by more than one poll's price?
 
-A control plane, agents and trainers are real processes. The target costs a dollar a second, so a limit in dollars is one
-in seconds. Before a run's limit is reached, something is done to it, and to the control plane:
+A control plane, agents and trainers are real processes. A target costs a dollar a second, so a limit in dollars is one in
+seconds. Before a run's limit is reached, something is done to it, and to the control plane:
 
     nothing                  the trainer is asked to save and end, and does
     trainer stands still     and its supervisor: neither saves nor ends (SIGSTOP)
@@ -14,8 +14,8 @@ in seconds. Before a run's limit is reached, something is done to it, and to the
     killed                   it is away for 5 to 40 seconds
     cut off                  connections between it and the agents break, or hang, for as long
 
-What a run cost is measured twice: by the rows of usage, and by the seconds in which processes of its jobs lived, from the
-claim on. The second one lacks what no one could know: that a claim's answer was lost. Exit code 1 if one is over.
+What a run cost is measured twice: by the rows of usage, and by the seconds in which processes of its jobs lived, from
+the claim on. Exit code 1 if one is over.
 
 python benchmarks/control_budget.py [--runs 100] [--at-once 4] [--seed 0]
 """
@@ -48,8 +48,10 @@ from whole_way import Control, spec_of
 from tandem.client import Tandem
 from tandem.control.decide import POLL_MS
 
-FATES = {"nothing": 2, "trainer stands still": 2, "agent killed": 2, "agent stands still": 2, "agent and guard killed": 2,
-         "job killed": 1}  # fmt: skip
+FATES = {
+    "nothing": 2, "trainer stands still": 2, "agent killed": 2, "agent stands still": 2, "agent and guard killed": 2,
+    "job killed": 1,
+}  # fmt: skip
 """And how often."""
 TARGETS = ("here", "there")
 """This machine, twice: a target gives a CPU to each of its runs."""
@@ -200,8 +202,8 @@ def main() -> None:
                 most = (f"{max(each[how] for each in these):+.1f}" for how in ("by rows", "by processes"))
                 rows.append([fate, plane, str(len(these)), *most, str(min(each["steps"] for each in these))])
     table(["run", "control plane", "runs", "most over by rows ($)", "by processes ($)", "steps at least"], rows)
-    note(f"{len(found)} runs at $1 a second, {len(wrong)} over by more than a poll's ${poll:g} or ended in another way, "
-         f"must be 0; {time.monotonic() - began:.0f} s")  # fmt: skip
+    note(f"{len(found)} runs at $1 a second, {len(wrong)} over by more than a poll's ${poll:g} or with another end, must "
+         f"be 0; {time.monotonic() - began:.0f} s")  # fmt: skip
     for each in wrong:
         print(each)
     if not wrong:
