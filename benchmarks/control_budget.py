@@ -1,6 +1,6 @@
 """Runs that would train for ever, each with a limit to its costs: is it ever exceeded by more than one poll's price?
 
-A control plane, agents and trainers are real processes. A target costs a dollar a second, so a limit in dollars is one in
+A control plane, agents and trainers are real processes. A target costs a dollar a second: a limit in dollars is one in
 seconds. Before a run's limit is reached, something is done to it, and to the control plane:
 
     nothing                  the trainer is asked to save and end, and does
@@ -202,8 +202,8 @@ def main() -> None:
                 most = (f"{max(each[how] for each in these):+.1f}" for how in ("by rows", "by processes"))
                 rows.append([fate, plane, str(len(these)), *most, str(min(each["steps"] for each in these))])
     table(["run", "control plane", "runs", "most over by rows ($)", "by processes ($)", "steps at least"], rows)
-    note(f"{len(found)} runs at $1 a second, {len(wrong)} over by more than a poll's ${poll:g} or with another end, must "
-         f"be 0; {time.monotonic() - began:.0f} s")  # fmt: skip
+    note(f"{len(found)} runs at $1 a second; {len(wrong)} over by more than a poll's ${poll:g} or with another end, "
+         f"must be 0; {time.monotonic() - began:.0f} s")  # fmt: skip
     for each in wrong:
         print(each)
     if not wrong:
