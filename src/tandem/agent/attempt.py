@@ -56,6 +56,7 @@ _EVERY_S = 1.0
 _STARTS_S = 0.2
 _CANCEL_S = 4.0
 _PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
+_CLAIM_S = 3_600.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CONSOLE = "console.txt"
 
@@ -69,6 +70,9 @@ class Agent:
     every_s: float = _EVERY_S
     hosts: JobHosts | None = None
     """Of the job, if it has several: this is the first."""
+    claim_s: float = _CLAIM_S
+    """How long it waits for an answer to its claim while no trainer of an agent before it runs. A control plane that
+    comes back finds that the job has ended, and starts another."""
     _want: Literal["run", "stop", "cancel"] = "run"
     _asked: bool = False
     """The machine asked this process to end."""
@@ -218,9 +222,14 @@ class Agent:
             instance=self._instance, host=platform.node()[:200], boot_id=_boot_id(), pid=os.getpid(),
             gpus=_gpus(), release=own_release(),
         )  # fmt: skip
+        before, since = RunProcess(self.home, self.home), time.monotonic()  # of an agent before
         while (claimed := self.link.ask("claim", body, Claimed)) is None:
             if self._wake.wait(self.every_s) or self._asked:
                 return None
+            if before.exit_code() is None:
+                since = time.monotonic()
+            elif time.monotonic() - since > self.claim_s:
+                raise Fenced(f"no control plane has answered the claim for {self.claim_s:g} s, and no trainer runs")
         return claimed
 
     def _own_name(self) -> str:
