@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,10 @@ import pytest
 from whole_way import ENVIRONMENT, SEES, Control, holds, not_mirrored, spec_of, until
 
 from tandem import digest_run
+from tandem.agent.attempt import Agent
+from tandem.agent.link import Link
+from tandem.io.process_identity import identity
+from tandem.shapes.agent import FENCED
 
 
 @pytest.fixture
@@ -42,6 +47,22 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str,
         return known[steps]
 
     return digests
+
+
+def test_an_agent_that_no_control_plane_answers_ends_but_not_before_its_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        link = Link(f"http://127.0.0.1:{silent.getsockname()[1]}/api/attempts/attempt_x", "token")
+        agent = Agent(link, tmp_path, every_s=0.02, claim_s=0.1)
+        assert agent.run() == FENCED
+        trainer = subprocess.Popen(["sleep", "0.5"])  # that an agent before it, which was killed, has started
+        (tmp_path / "trainer.json").write_text(json.dumps({"program": identity(trainer.pid)}))
+        assert agent.run() == FENCED
+        assert trainer.wait() == 0
+        link.close()
 
 
 def ends(control: Control, run: str, state: str = "succeeded") -> None:

@@ -182,6 +182,7 @@ def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_re
         told("deploy", f"{run}@1", "--name", "support", "--canary", "50%")
         assert "canary 50 %" in told("deployments", "support")
         told("undeploy", "support")
+        until(lambda: not control.processes(), 60)  # also none of the replica that was about to start
 
 
 def chat(ask: openai.OpenAI, model: str) -> openai.types.chat.ChatCompletion:

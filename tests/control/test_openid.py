@@ -185,4 +185,4 @@ def test_the_file_of_the_provider_is_checked(tmp_path: Path):
 
 def test_without_a_refresh_token_one_signs_in_again():
     with pytest.raises(ControlNotAllowed, match="tandem login http://x --oidc"):
-        renew("http://x", "k", SignedIn(ISSUER, "tandem", "", 0))
+        renew("http://x", "k", SignedIn(ISSUER, "tandem", "", 0), print)

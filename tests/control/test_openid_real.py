@@ -34,7 +34,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, 
     (home / "person.json").write_text(json.dumps({"sub": "p1", "groups": ["ml"], "email": "p1@example.org"}))
     with _process([str(Path(__file__).with_name("openid_provider.py")), str(home)], home / "url"):
         issuer = (home / "url").read_text()
-        (home / "oidc.toml").write_text(f'issuer = "{issuer}"\nclient_id = "tandem-test"\n[[grants]]\nvalue = "ml"\n')
+        (home / "oidc.toml").write_text(
+            f'issuer = "{issuer}"\nclient_id = "tandem-test"\nprompt = "consent"\n[[grants]]\nvalue = "ml"\n'
+        )
         (home / "targets.toml").write_text('[targets.box]\nkind = "local"\n')
         ready = home / "data" / "ready.json"
         serve = ["-m", "tandem", "control", "serve", "--data-dir", str(home / "data"), "--port", "0"]
@@ -88,11 +90,16 @@ def test_login_and_renewal_with_a_real_provider(real: tuple[Path, str, str], mon
         "runs:read", "runs:write",
     ]  # fmt: skip
     with pytest.raises(ControlNotAllowed, match="sign in again"):
-        renew(url, key, signed_in)  # its refresh token was used
+        renew(url, key, signed_in, print)  # its refresh token was used
     (home / "person.json").write_text(json.dumps({"sub": "p1", "groups": ["gone"]}))
+    kept = [found.signed_in]
     with pytest.raises(ControlNotAllowed, match="no grant"):
-        renew(url, found.key, found.signed_in)
+        renew(url, found.key, found.signed_in, kept.append)
+    (home / "person.json").write_text(json.dumps({"sub": "p1"}))
+    with pytest.raises(ControlNotAllowed, match="your ID token has no claim 'groups'"):
+        renew(url, found.key, kept[-1], kept.append)
     (home / "person.json").write_text(json.dumps({"sub": "p1", "groups": ["ml"]}))
+    assert renew(url, found.key, kept[-1], kept.append)[0].startswith("tdm_")  # with the newest refresh token
     assert issuer in repr(signed_in)
     assert signed_in.refresh_token not in repr(signed_in)
 
@@ -102,6 +109,7 @@ def test_a_code_is_taken_once_and_only_with_its_verifier(real: tuple[Path, str, 
     seen: list[httpx.Response] = []
 
     def browse(address: str) -> None:
+        assert httpx.URL(address).params["prompt"] == "consent"
         seen.append(httpx.get(address))
         stolen = httpx.URL(seen[0].headers["location"]).params["code"]
         guess = {

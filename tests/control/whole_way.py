@@ -147,10 +147,12 @@ class Control:
         return json.dumps(self.ask("GET", path)).encode()
 
     def close(self) -> None:
-        self.kill()
-        for pid in self.processes():
-            with suppress(ProcessLookupError):  # it has just ended
-                os.kill(pid, signal.SIGKILL)
+        self.process.terminate()  # not killed: a shell of its own would go on, and start a job after the look below
+        self.process.wait(30)
+        while there := self.processes():  # a guard may have started an agent after the look
+            for pid in there:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, (self.home / "log").read_text()

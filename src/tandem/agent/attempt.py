@@ -19,18 +19,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tandem.agent.limits import KILL_S, Limits
+from tandem.agent.execution import KILL_S, Limits, boot_id, remember, remembered
 from tandem.agent.link import PATIENCE_S, Link
 from tandem.agent.packages import with_packages
 from tandem.agent.shipping import Shipper
-from tandem.agent.trainer import INSTANCE, RunProcess, ServeProcess, only_agent
+from tandem.agent.trainer import RunProcess, ServeProcess, only_agent
 from tandem.errors import ControlError, ControlSilent, Fenced, RankLost, RunError, SpecError, Unproven
-from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
 from tandem.io.own_release import own_release
 from tandem.runs.failure_diagnosis import classify_end
@@ -56,7 +54,7 @@ RUNS = "runs"
 _EVERY_S = 1.0
 _STARTS_S = 0.2
 _PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CLAIM_S = 3_600.0
 _CONSOLE = "console.txt"
 
 State = Literal["succeeded", "failed", "cancelled", "stopped"]
@@ -69,6 +67,9 @@ class Agent:
     every_s: float = _EVERY_S
     hosts: JobHosts | None = None
     """Of the job, if it has several: this is the first."""
+    claim_s: float = _CLAIM_S
+    """How long it waits for an answer to its claim while no trainer of an agent before it runs. A control plane that
+    comes back finds that the job has ended, and starts another."""
     _wanted: Literal["run", "stop", "cancel"] = "run"
     """By the control plane."""
     _limits: Limits = field(default_factory=Limits)
@@ -85,14 +86,14 @@ class Agent:
         with only_agent(self.home):
             signal.signal(signal.SIGTERM, self._ask)
             signal.signal(signal.SIGINT, self._ask)
-            self._instance = self._own_name()
-            self._note()
+            name, self._limits = remembered(self.home)  # of an agent before, which was killed
+            self._instance = name or secrets.token_hex(16)
+            remember(self.home, self._instance, self._limits)
             trainer: RunProcess | None = None
             try:
+                self._limits.check()
                 absent = self._absent()
                 claimed = self._claim()
-                if claimed is None and self._limits.is_spent:
-                    return self._leave()
                 if claimed is None:
                     return 128 + signal.SIGTERM
                 runs = self.home.parent / RUNS
@@ -206,8 +207,7 @@ class Agent:
                     _again(shipper, told.differ, leave_out=rounds > 5)
                     continue
             time.sleep(self.every_s)
-        if self._limits.is_spent:
-            return self._leave()
+        self._limits.check()
         _log.error("the control plane was silent for %.0f s: it does not know this end", _PATIENCE_S)
         return 1
 
@@ -229,37 +229,21 @@ class Agent:
     def _claim(self) -> Claimed | None:
         """Claim the attempt; None if the machine asked this process to end before there was an answer."""
         body = ClaimBody(
-            instance=self._instance, host=platform.node()[:200], boot_id=_boot_id(), pid=os.getpid(),
+            instance=self._instance, host=platform.node()[:200], boot_id=boot_id(), pid=os.getpid(),
             gpus=_gpus(), release=own_release(),
         )  # fmt: skip
+        before, since = RunProcess(self.home, self.home), time.monotonic()  # of an agent before
         while (claimed := self.link.ask("claim", body, Claimed)) is None:
-            if self._wake.wait(self.every_s) or self._asked or self._limits.is_spent:
+            if self._wake.wait(self.every_s) or self._asked:
                 return None
+            self._limits.check()
+            if before.exit_code() is None:
+                since = time.monotonic()
+            elif time.monotonic() - since > self.claim_s:
+                raise Fenced(f"no control plane has answered the claim for {self.claim_s:g} s, and no trainer runs")
         self._limits = Limits.from_now_on(claimed.limits)
-        self._note()
+        remember(self.home, self._instance, self._limits)
         return claimed
-
-    def _note(self) -> None:
-        """Write down what an agent must know that is started after this one was killed."""
-        limits = {"limits": asdict(self._limits)} if self._limits != Limits() else {}
-        content = {"instance": self._instance, "boot_id": _boot_id(), **limits}
-        atomic_write.write_json(self.home / INSTANCE, content)
-
-    def _leave(self) -> int:
-        """The run has cost what it may, and the control plane is away: the machine is not paid for any more."""
-        self._kill(None)
-        _log.error("the run has cost what it may, and the control plane does not answer; its directory stays here")
-        return FENCED
-
-    def _own_name(self) -> str:
-        """Return the name of this execution: the one of the agent before that was killed here, on the same boot."""
-        path, boot_id = self.home / INSTANCE, _boot_id()
-        with suppress(OSError, ValueError):
-            told = cast("dict[str, Any]", read_json(path))
-            if told["boot_id"] == boot_id:
-                self._limits = Limits.from_json(told.get("limits"))
-                return str(told["instance"])
-        return secrets.token_hex(16)
 
     def _ask(self, *_: Any) -> None:
         self._asked = True
@@ -326,13 +310,6 @@ def _again(shipper: Shipper, differ: Mapping[str, Stream], *, leave_out: bool) -
         if leave_out:
             _log.error("%s: cannot be mirrored", file)
             shipper.left_out.add(file)
-
-
-def _boot_id() -> str:
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def _gpus() -> tuple[str, ...]:

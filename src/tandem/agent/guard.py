@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.agent.attempt import Agent
+from tandem.agent.execution import LEAVES_S, remembered
 from tandem.agent.link import Link
 from tandem.agent.other_host import OtherHost
 from tandem.errors import SpecError
@@ -75,7 +76,7 @@ def _guarded(url: str) -> int:
         child = subprocess.Popen([sys.executable, "-P", "-m", "tandem", "agent", url, "--once"])
         if asked.is_set():
             child.send_signal(signal.SIGTERM)
-        code = child.wait()
+        code = _waited_for(child)
         if asked.is_set() and code == -signal.SIGTERM:  # it had no handler yet
             return 128 + signal.SIGTERM
         failures = failures + 1 if code > 0 else 0
@@ -83,3 +84,17 @@ def _guarded(url: str) -> int:
             return code
         _log.warning("the agent ended with code %d; it is started again", code)
         time.sleep(_WAIT_S * 2 ** max(0, failures - 1))
+
+
+def _waited_for(agent: subprocess.Popen[bytes]) -> int:
+    """Return its exit code. One that stands still where its run has cost what it may is killed."""
+    while True:
+        try:
+            return agent.wait(_WAIT_S)
+        except subprocess.TimeoutExpired:
+            _, limits = remembered(Path.cwd())
+            if time.monotonic() > limits.spent_at + LEAVES_S / 2:
+                _log.error("the agent stands still, and the run has cost what it may")
+                agent.kill()
+                agent.wait()
+                return FENCED

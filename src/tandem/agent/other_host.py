@@ -18,8 +18,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.agent.execution import instance_of
 from tandem.agent.link import Link
-from tandem.agent.trainer import has_ended, instance_of, only_agent
+from tandem.agent.trainer import has_ended, only_agent
 from tandem.errors import Fenced
 from tandem.runs.job_hosts import JobHosts, Meeting
 from tandem.runs.rank_processes import HostRanks

@@ -22,8 +22,6 @@ from tandem.io.bounded_json import read_json
 from tandem.io.process_identity import is_there
 from tandem.shapes.agent import AdapterOrder, ServeOrder
 
-INSTANCE = "agent.json"
-"""In the job's directory: the name of the execution."""
 TOLD = ".told"
 """What the server adds to the name of its file of adapters, for its answer."""
 _LOCK, _WHO, _CODE, OUTPUT = "trainer.lock", "trainer.json", "trainer.code", "trainer.log"
@@ -188,11 +186,6 @@ class ServeProcess(RunProcess):
 def has_ended(home: Path) -> bool:
     """Return whether the trainer of the job with this directory has ended, on whichever of its hosts it was."""
     return (home / _CODE).exists()
-
-
-def instance_of(home: Path) -> str:
-    """Return the name of the execution that has claimed the attempt."""
-    return str(cast("dict[str, Any]", read_json(home / INSTANCE))["instance"])
 
 
 @contextmanager

@@ -49,6 +49,9 @@ def login(
         me = server.me()
     saved = save_place(Place(url, key, me.signing_key, signed_in))
     typer.echo(f"{saved}: org {me.org_name}, {', '.join(me.scopes)}")
+    if signed_in is not None and not signed_in.refresh_token:
+        until = time.strftime("%H:%M", time.localtime(signed_in.expires_at / 1000))
+        typer.echo(f"{signed_in.issuer} gave no refresh token: sign in again at {until}", err=True)
 
 
 def _show_address(address: str) -> None:

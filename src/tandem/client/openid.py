@@ -14,7 +14,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -66,6 +66,7 @@ def sign_in(url: str, show: Callable[[str], None]) -> tuple[str, SignedIn]:
                 "response_type": "code", "client_id": info.client_id, "redirect_uri": back.url,
                 "scope": " ".join(info.scopes), "state": state, "nonce": info.nonce,
                 "code_challenge": challenge, "code_challenge_method": "S256",
+                **({"prompt": info.prompt} if info.prompt else {}),
             }  # fmt: skip
             address = str(provider["authorization_endpoint"])
             show(f"{address}{'&' if '?' in address else '?'}{urlencode(asked)}")
@@ -78,18 +79,21 @@ def sign_in(url: str, show: Callable[[str], None]) -> tuple[str, SignedIn]:
         return _key(http, url, info.issuer, info.client_id, tokens, "")
 
 
-def renew(url: str, key: str, known: SignedIn) -> tuple[str, SignedIn]:
-    """Return a further key, as long as the provider says that the person is who it was."""
+def renew(url: str, key: str, known: SignedIn, keep: Callable[[SignedIn], object]) -> tuple[str, SignedIn]:
+    """Return a further key, as long as the provider says that the person is who it was. `keep` gets the provider's new
+    refresh token before the server is asked: the one before may be worth nothing by then."""
     import httpx
 
     if not known.refresh_token:
         raise _again(url, f"your key expires, and {known.issuer} gave no refresh token")
-    with httpx.Client(timeout=30.0) as http:
+    with httpx.Client(timeout=10.0) as http:
         provider = _configuration(http, known.issuer)
         asked = {"grant_type": "refresh_token", "refresh_token": known.refresh_token, "client_id": known.client_id}
         try:
             tokens = _ask(http, known.issuer, "POST", str(provider["token_endpoint"]), data=asked)
-            return _key(http, url, known.issuer, known.client_id, {"refresh_token": known.refresh_token, **tokens}, key)
+            tokens = {"refresh_token": known.refresh_token, **tokens}
+            keep(replace(known, refresh_token=str(tokens["refresh_token"])))
+            return _key(http, url, known.issuer, known.client_id, tokens, key)
         except ControlNotAllowed as error:
             if error.status == 403:  # no grant names the person any more
                 raise

@@ -67,7 +67,9 @@ def _renewed(saved: Place) -> Place:
         if now is None or now.signed_in is None or not now.signed_in.is_due:
             return now or saved  # another process was first
         try:
-            key, signed_in = openid.renew(now.url, now.key, now.signed_in)
+            key, signed_in = openid.renew(
+                now.url, now.key, now.signed_in, lambda told: save_place(replace(now, signed_in=told))
+            )
         except ControlSilent:
             if time.time() * 1000 < now.signed_in.expires_at:
                 return now  # it is valid still

@@ -32,7 +32,7 @@ from tandem.spec.base import Spec
 from tandem.spec.load import plain_message
 from tandem.spec.toml import read_toml
 
-ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519", "EdDSA")
 """With a public key only: with HS256, which anyone can compute of the public key, and without one no token counts."""
 FRESH_MS = 600_000
 """How old a nonce may be, and how long ago the provider may have signed an ID token."""
@@ -62,6 +62,8 @@ class OpenIdSettings(Spec):
     issuer: str
     client_id: str = Field(min_length=1)
     scopes: Annotated[tuple[str, ...], Field(strict=False)] = ("openid", "email", "offline_access")
+    prompt: str = ""
+    """What `tandem login` sends as OpenID's `prompt`. "consent": some providers give a refresh token with it alone."""
     claim: str = "groups"
     """Whose values the grants name: a text or a list of texts of the ID token."""
     key_minutes: Annotated[int, Field(ge=5, le=1440)] = 60
@@ -209,9 +211,11 @@ class OpenIdProvider:
         for each in self.settings.grants:
             if each.value == ANYONE or each.value in person.values:
                 return each
-        raise RequestRefused(
-            403, f"you have signed in, but no grant of this server names a value of your claim '{self.settings.claim}'"
-        )
+        claim = self.settings.claim
+        why = f"no grant of this server names a value of your claim '{claim}'"
+        if not person.values:
+            why = f"your ID token has no claim '{claim}'; tell the operator of this server"
+        raise RequestRefused(403, f"you have signed in, but {why}")
 
     def check_grants(self, session: Session) -> None:
         """SpecError if a grant names an org or a project that is not there."""

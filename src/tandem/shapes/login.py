@@ -26,6 +26,8 @@ class LoginInfo(Answer):
     """To ask the provider for."""
     nonce: str
     """For one sign-in, within ten minutes."""
+    prompt: str = ""
+    """OpenID's parameter of this name, to send to the provider; empty: none."""
 
 
 class LoginBody(Asked):

@@ -52,7 +52,9 @@ class LoginRoutes:
         provider = self._provider()
         given = provider.settings
         nonce = provider.new_nonce(self.plane.clock())
-        told = LoginInfo(issuer=given.issuer, client_id=given.client_id, scopes=list(given.scopes), nonce=nonce)
+        told = LoginInfo(
+            issuer=given.issuer, client_id=given.client_id, scopes=list(given.scopes), nonce=nonce, prompt=given.prompt
+        )  # fmt: skip
         return answer(told, headers=_FRESH)
 
     @speaks(LoginBody, status=201, answer=KeyInfo)
