@@ -1,7 +1,7 @@
 """What an agent knows of its execution of an attempt: its name, and when its run has cost what it may.
 
-It is written down in the job's directory. An agent that was killed is followed by one that goes on as the same execution,
-and keeps to the same limits though the control plane may be away just then.
+It is written down in the job's directory: the agent after one that was killed goes on as the same execution, and keeps
+to the same limits, though the control plane may be away just then.
 """
 
 from __future__ import annotations

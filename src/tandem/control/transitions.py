@@ -189,7 +189,7 @@ def _renewal() -> sa.Executable:
         sa.select(column).where(runs.id == held.run).correlate(_ATTEMPTS).scalar_subquery().label(column.name)
         for column in (runs.want, runs.wanted_at, runs.max_cost_usd)
     ]
-    # In RETURNING, SQLAlchemy writes columns for SQLite without their table: `run = run` would sum up every run's usage.
+    # In RETURNING, SQLAlchemy writes columns for SQLite without their table, and `run = run` sums up all runs' usage.
     of_this = _USAGE.c.run == sa.literal_column("attempts.run")
     spent = sa.select(sa.func.sum(_USAGE.c.usd)).where(of_this).correlate(_ATTEMPTS).scalar_subquery()
     return renewed.returning(held.run, held.claimed_at, held.usd_per_hour, *of_run, spent.label("spent"))
