@@ -13,7 +13,18 @@ from typing import Any, Literal, cast
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from tandem.control.decide import ENDED, AttemptView, Ending, EndState, RunState, RunView, Want, pays_for_more, wanted
+from tandem.control.decide import (
+    ENDED,
+    LEASE_MS,
+    AttemptView,
+    Ending,
+    EndState,
+    RunState,
+    RunView,
+    Want,
+    pays_for_more,
+    wanted,
+)
 from tandem.control.ids import new_id
 from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
 from tandem.control.vault import check_there
@@ -21,9 +32,6 @@ from tandem.errors import Conflict, Fenced, NotKnown
 from tandem.types import Handle
 
 _RUNS, _ATTEMPTS, _USAGE, _EVENTS = (cast("sa.Table", each.__table__) for each in (Run, Attempt, Usage, Event))
-
-LEASE_MS = 60_000
-"""How long an agent may be silent. It renews every second."""
 
 
 # --- a caller

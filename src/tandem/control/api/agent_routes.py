@@ -9,14 +9,14 @@ from sqlalchemy.orm import Session
 
 from tandem.control import deployments, transitions, vault
 from tandem.control.api.requests import Plane, answer, asked, attempt_of, note
-from tandem.control.decide import Ending, Want
+from tandem.control.decide import LEASE_MS, Ending, Want
 from tandem.control.tables import Attempt, Run
 from tandem.errors import NotKnown
 from tandem.serve.http.openapi_document import speaks
 from tandem.serve.http.service import HotRoute
 from tandem.shapes.agent import AdapterOrder, AppendBody, Appended, ClaimBody, Claimed, EndBody, Ended, ServeOrder
 
-_LEASE_S = transitions.LEASE_MS / 1000
+_LEASE_S = LEASE_MS / 1000
 
 
 class AgentRoutes:
