@@ -160,7 +160,7 @@ def check_costs(seed: int) -> None:
         want, _ = wanted(run, attempt, now)
         if not silent and want != "run" and (not wants or wants[-1] != want):
             wants.append(want)
-            end_at = min(end_at, now + (saves_s if want == "stop" else min(saves_s, 4.0)) * 1000)
+            end_at = min(end_at, now + (saves_s if want == "stop" else min(saves_s, 2.0)) * 1000)
         step = decide(run, attempt, seen("running"), now)
         if isinstance(step, EndJobs):
             end_at = min(end_at, now + 5_000)  # SIGKILL follows SIGTERM
