@@ -8,7 +8,7 @@ ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
 REAL := .tandem/real
 
-.PHONY: install install-system docs quickstart test test-slow test-again test-all test-wheel test-vllm test-skypilot test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills control-budget checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-again test-all test-wheel test-vllm test-skypilot test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills control-budget control-upgrade control-cancels checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -153,6 +153,15 @@ control-kills: install
 # code 1 if one costs more than a second's price above it.
 control-budget: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python benchmarks/control_budget.py
+
+# An older release with runs under way, on both databases, is upgraded to this one; ten minutes, with `make install-system`
+# and a checkout that has its history. Exit code 1 if a run notices.
+control-upgrade: install
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python benchmarks/control_upgrade.py
+
+# From `tandem cancel` to a run's last process, 120 times; half an hour, with `make install-system`. Exit code 1 if one is late.
+control-cancels: install
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python benchmarks/control_cancels.py
 
 # How long a save keeps the training thread; a few minutes. Exit code 1 if it is over a twentieth of a step.
 checkpoint-stall: install

@@ -11,7 +11,9 @@ import pytest
 from tandem.control.decide import (
     GRACE_MS,
     LAUNCH_MS,
+    LEASE_MS,
     POLL_MS,
+    SILENT_MS,
     AttemptView,
     Close,
     Ending,
@@ -36,6 +38,7 @@ RUNNING = replace(STARTING, state="running")
 OPEN = AttemptView("attempt", 1, "job", "open", target="box", at=NOW - 1000)
 NOTED = replace(OPEN, handle=JOB)
 CLAIMED = replace(NOTED, state="claimed", claimed_at=NOW - 1000, lease_until=NOW + 1000, moved_at=NOW, limit_ms=1000)
+HEARD = replace(CLAIMED, lease_until=NOW + LEASE_MS)
 LAPSED = replace(CLAIMED, lease_until=NOW - 1)
 CLOSED = replace(CLAIMED, state="closed")
 
@@ -104,7 +107,13 @@ CASES: dict[str, tuple[RunView, AttemptView | None, Sequence[Sight] | None, Step
     ),
     "a cancelled execution gets time to end": (asked(RUNNING, "cancel"), CLAIMED, seen("running"), Rest()),
     "an execution that does not end is ended": (
-        asked(RUNNING, "cancel", GRACE_MS["cancel"] + 1), CLAIMED, seen("running"), EndJobs((JOB,)),
+        asked(RUNNING, "cancel", GRACE_MS["cancel"] + 1), HEARD, seen("running"), EndJobs((JOB,)),
+    ),
+    "an agent that was told of a cancel gets its time": (
+        asked(RUNNING, "cancel", SILENT_MS + 1), HEARD, seen("running"), Rest(),
+    ),
+    "an agent that cannot be told of a cancel is ended sooner": (
+        asked(RUNNING, "cancel", SILENT_MS + 1), CLAIMED, seen("running"), EndJobs((JOB,)),
     ),
     "a stop leaves time for a checkpoint": (asked(RUNNING, "stop", GRACE_MS["cancel"] + 1), CLAIMED, seen("running"),
                                             Rest()),
@@ -151,7 +160,7 @@ def check_costs(seed: int) -> None:
         want, _ = wanted(run, attempt, now)
         if not silent and want != "run" and (not wants or wants[-1] != want):
             wants.append(want)
-            end_at = min(end_at, now + (saves_s if want == "stop" else min(saves_s, 4.0)) * 1000)
+            end_at = min(end_at, now + (saves_s if want == "stop" else min(saves_s, 2.0)) * 1000)
         step = decide(run, attempt, seen("running"), now)
         if isinstance(step, EndJobs):
             end_at = min(end_at, now + 5_000)  # SIGKILL follows SIGTERM

@@ -12,12 +12,10 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from tandem.control import transitions
-from tandem.control.decide import AttemptView, Ending, RunView
+from tandem.control.decide import LEASE_MS, AttemptView, Ending, RunView
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Event, Run, Usage
 from tandem.errors import Conflict, Fenced, NotKnown
-
-LEASE_MS = transitions.LEASE_MS
 
 
 class Rig:

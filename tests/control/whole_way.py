@@ -66,12 +66,16 @@ class Control:
             self.port = free.getsockname()[1]
         here = f'[targets.here]\nkind = "local"\ndirectory = "{home}/jobs"\ntandem = "{home}/tandem"\n'
         (home / "targets.toml").write_text(targets or here)
-        path = os.environ.get("PYTHONPATH", "")  # a job sees none of this process's variables
-        variables = f"export PYTHONPATH='{path}' OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo"
-        (home / "tandem").write_text(f'#!/bin/sh\n{variables}\nexec {sys.executable} -P -m tandem "$@"\n')
-        (home / "tandem").chmod(0o755)
+        self.put_command()
         self._keys = 0
         self.start()
+
+    def put_command(self) -> None:
+        """Write the targets' command: the Tandem of this process's environment, of which a job sees nothing."""
+        path = os.environ.get("PYTHONPATH", "")
+        variables = f"export PYTHONPATH='{path}' OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo"
+        (self.home / "tandem").write_text(f'#!/bin/sh\n{variables}\nexec {sys.executable} -P -m tandem "$@"\n')
+        (self.home / "tandem").chmod(0o755)
 
     def start(self) -> None:
         self.process = self.spawn()

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 RUNS = "runs"
 """Beside the jobs' directories: a run's directory outlives the job, and a further attempt resumes it."""
 _EVERY_S = 1.0
-_STARTS_S = 0.2
+_SOON_S = 0.2
 _PATIENCE_S = 86_400.0  # for the last words, while the control plane is silent
 _CLAIM_S = 3_600.0
 _CONSOLE = "console.txt"
@@ -127,7 +127,8 @@ class Agent:
             self._wake.clear()
             if not self._exchange(shipper, trainer):
                 starts = isinstance(trainer, ServeProcess) and not trainer.answers  # requests may wait for it
-                self._wake.wait(min(self.every_s, _STARTS_S) if starts else self.every_s)
+                soon = starts or self._want == "cancel"  # the owner waits for it
+                self._wake.wait(min(self.every_s, _SOON_S) if soon else self.every_s)
             self._pass_on(trainer)
         return self._tell_the_end(shipper, trainer, code)
 

@@ -17,9 +17,9 @@ from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
 from tandem.shapes.agent import CostLimits
 
-KILL_S = 4.0
+KILL_S = 2.0
 """From SIGTERM to SIGKILL, where a run is cancelled."""
-LEAVES_S = 2.0
+LEAVES_S = 4.0
 """What an agent takes to leave the machine."""
 _LEAST_S = 0.5
 _FILE = "agent.json"

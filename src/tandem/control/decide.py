@@ -30,6 +30,10 @@ LAUNCH_MS = 600_000
 """How long a job may be asked for, without a sign that it exists."""
 GRACE_MS = {"stop": 600_000, "cancel": 6_000}
 """How long an agent may take to end after it was asked; then the provider ends its jobs. `stop` saves a checkpoint."""
+SILENT_MS = 3_000
+"""How long one that cannot be told of a cancel, since it is not heard, may go on. It asks each second."""
+LEASE_MS = 60_000
+"""How long an agent may be silent. It renews every second."""
 WAITS_MS = (5_000, 300_000)
 """Before the first further attempt, and at most; doubled in between."""
 POLL_MS = 1_000
@@ -232,7 +236,8 @@ def _claimed(run: RunView, attempt: AttemptView, sights: Sequence[Sight] | None,
     if want != "run":
         if gone and (sights or lapsed):
             return Close(_as_wanted(run.want), _cost_reached(run, want))
-        return _end_jobs(sights) if now - since > GRACE_MS[want] else Rest()
+        told = want == "stop" or attempt.lease_until - LEASE_MS >= since
+        return _end_jobs(sights) if now - since > (GRACE_MS[want] if told else SILENT_MS) else Rest()
     if gone and lapsed:
         return _again(run, f"its machine ended it, and its lease ran out: {_told(sights or ())}", now)
     if attempt.limit_ms and now - attempt.moved_at > 2 * attempt.limit_ms:  # its supervisor should have ended it

@@ -42,7 +42,7 @@ from tandem.types import Handle, Job, Sight
 _log = logging.getLogger(__name__)
 
 _LAUNCHES_AT_ONCE = 16  # one over ssh takes a second
-_END_GRACE_S = 5.0
+_END_GRACE_S = 2.0  # what is cancelled was asked before
 _BUSY_MS = 5_000  # between two writes of a run that waits for room
 
 Decide = Callable[[RunView, AttemptView | None, Sequence[Sight] | None, int], Step]

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from tandem.control.decide import (
     ENDED,
+    LEASE_MS,
     AttemptView,
     Ending,
     EndState,
@@ -33,9 +34,6 @@ from tandem.shapes.agent import CostLimits
 from tandem.types import Handle
 
 _RUNS, _ATTEMPTS, _USAGE, _EVENTS = (cast("sa.Table", each.__table__) for each in (Run, Attempt, Usage, Event))
-
-LEASE_MS = 60_000
-"""How long an agent may be silent. It renews every second."""
 
 
 # --- a caller

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from tandem.control import deployments, transitions, vault
 from tandem.control.api.requests import Plane, answer, asked, attempt_of, note
-from tandem.control.decide import Ending, Want
+from tandem.control.decide import LEASE_MS, Ending, Want
 from tandem.control.tables import Attempt, Run
 from tandem.errors import NotKnown
 from tandem.serve.http.openapi_document import speaks
@@ -26,7 +26,7 @@ from tandem.shapes.agent import (
     ServeOrder,
 )
 
-_LEASE_S = transitions.LEASE_MS / 1000
+_LEASE_S = LEASE_MS / 1000
 
 
 class AgentRoutes:

@@ -23,8 +23,8 @@ from tandem.control.api.run_routes import READ_BYTES, RunRoutes
 from tandem.control.api.secret_routes import SecretRoutes
 from tandem.control.api.upkeep import look_after_deployments
 from tandem.control.api.view_routes import view_routes
+from tandem.control.decide import LEASE_MS
 from tandem.control.rates import RateLimit
-from tandem.control.transitions import LEASE_MS
 from tandem.dashboard.service import page_paths
 from tandem.errors import StoreError
 from tandem.serve.http.refusals import RequestRefused
