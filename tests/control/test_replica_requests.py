@@ -245,7 +245,9 @@ def test_feedback_reaches_the_replica_that_gave_the_answer_and_is_counted_once(p
     asyncio.run(play())
 
 
-def test_a_replica_that_no_request_reaches_sleeps_and_the_next_request_wakes_it(plane: Served):
+def test_a_replica_that_no_request_reaches_sleeps_and_the_next_request_wakes_it(
+    plane: Served, monkeypatch: pytest.MonkeyPatch
+):
     names = Names(plane)
     names.deploy(keep_s=60)
     run = plane.replica_runs()[0]
@@ -253,8 +255,10 @@ def test_a_replica_that_no_request_reaches_sleeps_and_the_next_request_wakes_it(
     async def play() -> None:
         async with replica(saying("awake")) as fake:
             await names.alive(1, fake)
-            plane.now[0] += 59_000
+            plane.now[0] += 69_000  # at its start ten seconds more: a client that was told to ask again is on its way
             await names.alive(1, fake)
+            await look_once(plane.plane)
+            assert await names.alive(1, fake) == "run"
             assert (await names.ask()).status_code == 200
             await look_once(plane.plane)
             plane.now[0] += 59_000
@@ -273,9 +277,15 @@ def test_a_replica_that_no_request_reaches_sleeps_and_the_next_request_wakes_it(
         asked = {"model": "support", "messages": [{"role": "user", "content": "hi"}]}
         told = await plane.ask_async("POST", "/v1/chat/completions", body=asked, X_Tandem_Wake="no")
         assert (told.status_code, (await names.shown())[0]["state"]) == (409, "stopped")
+        monkeypatch.setattr("tandem.control.api.deployment_routes.WAIT_S", 0.1)
+        for _ in range(2):  # the first wakes it; neither is a failure of its
+            told = await names.ask()
+            assert (told.status_code, told.headers["retry-after"]) == (503, "5")
+        assert (await names.shown())[0]["state"] == "queued"
+        await look_once(plane.plane)
+        assert [(await names.shown())[0]["errors"][what] for what in ("count", "mean")] == [1, 0]
+        monkeypatch.setattr("tandem.control.api.deployment_routes.WAIT_S", 30.0)
         answer = asyncio.create_task(names.ask())
-        while (await names.shown())[0]["state"] != "queued":
-            await asyncio.sleep(0.02)
         await asyncio.to_thread(names.start, 1)
         async with replica(saying("again")) as fake:
             while not answer.done():

@@ -13,6 +13,8 @@ from tandem.control.counts import Counts
 
 FRESH_MS = 10_000
 """How long a replica counts as there after its agent said so."""
+COMES_BACK_MS = 10_000
+"""How long a replica that has just begun waits longer: a client that was told to ask again is on its way."""
 DRAIN_MS = 300_000
 """How long a replica that should end may go on answering what it has begun."""
 
@@ -53,19 +55,30 @@ class Replicas:
     """When a request was under way last."""
     _counts: dict[tuple[str, int], Counts] = field(default_factory=dict[tuple[str, int], Counts])
     """By deployment and revision, since they were taken."""
+    _answered: set[str] = field(default_factory=set[str])
+    """Runs whose replica has answered since it was deployed or waked."""
     _ending: dict[str, str] = field(default_factory=dict[str, str])
     """The attempt that was told to end, by run."""
 
     def seen(self, run: str, attempt: str, url: str, now: int, served: Mapping[str, str]) -> None:
         before = self._by_run.get(run)
         if before is None or before.attempt != attempt:
-            self._used[run] = now
+            self._used[run] = now + COMES_BACK_MS
+        self._answered.add(run)
         self._by_run[run] = Replica(run, attempt, url, now, served)
 
     def lost(self, replica: Replica) -> None:
         """Forget a replica that did not answer, until its agent says again that it does."""
         if self._by_run.get(replica.run) == replica:
             del self._by_run[replica.run]
+
+    def waked(self, run: str) -> None:
+        self._answered.discard(run)
+
+    def has_answered(self, run: str) -> bool:
+        """Return whether a replica has been there since the run was deployed or waked. A request that waited before
+        that is no failure of its weights."""
+        return run in self._answered
 
     def find(self, run: str, now: int, model: str = "") -> Replica | None:
         """Return the replica of a run; None if it does not answer, was told to end, or does not have this model."""

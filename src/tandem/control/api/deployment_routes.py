@@ -266,13 +266,14 @@ class DeploymentRoutes:
             elif choice.asleep and not may_wake:
                 raise RequestRefused(409, f"'{revision}' is asleep, and the request says not to start it")
             elif choice.asleep:
+                self.plane.replicas.waked(choice.replica)
                 await self.plane.store.write(partial(deployments.wake, choice=choice, now=self.plane.clock()))
                 self.plane.wake()
             elif choice.ended:
                 why = f"'{revision}' has failed or was ended; `tandem deployments {plain}` says why"
                 raise RequestRefused(503, why)
             if time.monotonic() - began > WAIT_S:
-                if counts and not choice.asleep:
+                if counts and self.plane.replicas.has_answered(choice.replica):
                     self._tally(choice)(0.0, failed=True)
                 raise RequestRefused(503, f"'{revision}' does not answer now; ask again", retry_after_s=5.0)
             await asyncio.sleep(_POLL_S)
