@@ -150,7 +150,7 @@ def strike(spec: dict[str, Any], run_dir: Path, log: Path, rng: random.Random, t
 
 def trial(home: Path, spec: dict[str, Any], *, kills: int, ranks: int, seed: int) -> Told:
     import tandem.build.training
-    import tandem.recipes.sft
+    import tandem.recipes.supervised
     import tandem.train.trainer  # noqa: F401 - once, and not in every attempt
     from tandem.runs.run_ending import digest_run
 

@@ -132,7 +132,7 @@ def trial(home: Path, spec: dict[str, Any], *, kills: int, seed: int) -> Told:
     import tandem.build.run_engines
     import tandem.build.training
     import tandem.recipes.rl
-    import tandem.recipes.sft
+    import tandem.recipes.supervised
     import tandem.train.trainer  # noqa: F401
     from tandem.runs.run_ending import digest_run
 

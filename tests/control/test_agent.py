@@ -13,40 +13,42 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from whole_way import ENVIRONMENT, SEES, Control, holds, not_mirrored, spec_of, until
+from whole_way import ENVIRONMENT, SEES, Control, Hold, holds, not_mirrored, spec_of, until
 
 from tandem import digest_run
 from tandem.agent.attempt import Agent
 from tandem.agent.link import Link
+from tandem.control.decide import POLL_MS
 from tandem.io.process_identity import identity
 from tandem.shapes.agent import FENCED
 
+STEPS = 8
 
-@pytest.fixture
-def control(tmp_path: Path) -> Iterator[Control]:
-    found = Control(tmp_path)
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+    found = Control(tmp_path_factory.mktemp("control"))
     yield found
     found.close()
 
 
+@pytest.fixture
+def control(shared: Control) -> Control:
+    """One for all tests; each begins when the processes of the one before have ended."""
+    until(lambda: not shared.processes(), 30)
+    return shared
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What `tandem train` alone makes of the same spec: digests of weights, optimizer and log."""
-    known: dict[int, dict[str, str]] = {}
-
-    def digests(steps: int) -> dict[str, str]:
-        if steps not in known:
-            home = tmp_path_factory.mktemp("alone")
-            (home / "spec.toml").write_text(spec_of(home, steps))
-            command = [sys.executable, "-P", "-m", "tandem", "train", "spec.toml", "--run-dir", "run"]
-            subprocess.run(command, cwd=home, check=True, capture_output=True)
-            known[steps] = digest_run(home / "run")
-        return known[steps]
-
-    return digests
+    home = tmp_path_factory.mktemp("alone")
+    (home / "spec.toml").write_text(spec_of(home, STEPS))
+    command = [sys.executable, "-P", "-m", "tandem", "train", "spec.toml", "--run-dir", "run"]
+    subprocess.run(command, cwd=home, check=True, capture_output=True)
+    return digest_run(home / "run")
 
 
 def test_an_agent_that_no_control_plane_answers_ends_but_not_before_its_trainer(
@@ -75,66 +77,80 @@ def console(control: Control) -> str:
     return "\n".join(path.read_text()[-3000:] for path in control.home.glob("jobs/tandem-*/*") if path.is_file())
 
 
-def attempts(control: Control) -> list[Path]:
-    return sorted(control.home.glob("jobs/tandem-*"))
+def attempts(control: Control, run: str) -> list[Path]:
+    return sorted(control.home.glob(f"jobs/tandem-*{run}-*"))
 
 
-def test_a_submitted_run_ends_as_the_command_alone_would(control: Control, alone: Any) -> None:
-    run = control.submit(2)
+def test_a_submitted_run_ends_as_the_command_alone_would(control: Control, alone: dict[str, str]) -> None:
+    run = control.submit(STEPS)
     ends(control, run)
-    assert digest_run(control.directory(run)) == alone(2)
+    assert digest_run(control.directory(run)) == alone
     assert not_mirrored(control, run) == []
     assert "trainer has begun" in console(control)
     assert json.loads((control.mirror(run) / "status.json").read_text())["state"] == "succeeded"
-    assert (control.mirror(run) / "console.txt").read_bytes() == (attempts(control)[0] / "trainer.log").read_bytes()
+    (attempt,) = attempts(control, run)
+    assert (control.mirror(run) / "console.txt").read_bytes() == (attempt / "trainer.log").read_bytes()
     until(lambda: not control.processes(), 20)
     tokens = [path for path in control.home.rglob("*") if path.is_file() and b"tda_" in path.read_bytes()]
     assert tokens == []
 
 
-def test_agent_guard_and_control_are_killed_on_the_way_and_the_run_ends_the_same(control: Control, alone: Any) -> None:
-    run = control.submit(60)
-    until(lambda: control.steps(run) >= 3)
+def test_agent_guard_and_control_are_killed_on_the_way_and_the_run_ends_the_same(
+    control: Control, alone: dict[str, str]
+) -> None:
+    hold = Hold(control.home, 3)
+    run = control.submit(STEPS, callbacks=hold.callbacks)
+    until(lambda: hold.reached(3))
     trainer = control.processes("train")
     (worker,) = control.processes("--once")
     os.kill(worker, signal.SIGKILL)  # its guard starts another, which goes on with the same trainer
     until(lambda: "goes on with the same trainer" in console(control))
     assert control.processes("train") == trainer
     control.kill()
-    seen = control.steps(run)
-    until(lambda: control.steps(run) >= seen + 3)  # it trains on meanwhile
+    hold.at(6)
+    until(lambda: hold.reached(6))  # it trains on meanwhile
     control.start()
     assert control.state(run) == "running"
-    guard = int((attempts(control)[0] / ".job/pid").read_text().split()[0])
+    (attempt,) = attempts(control, run)
+    guard = int((attempt / ".job/pid").read_text().split()[0])
     os.kill(guard, signal.SIGKILL)  # the agent goes on without it
+    hold.release()
     ends(control, run)
-    assert len(attempts(control)) == 1
-    assert digest_run(control.directory(run)) == alone(60)
+    assert len(attempts(control, run)) == 1
+    assert digest_run(control.directory(run)) == alone
     assert not_mirrored(control, run) == []
 
 
-def test_a_run_whose_processes_all_die_is_resumed_by_a_further_attempt(
-    control: Control, alone: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_run_whose_processes_all_die_is_resumed_by_a_further_attempt_once_its_lease_is_over(
+    control: Control, alone: dict[str, str]
 ) -> None:
-    run = control.submit(30)
-    until(lambda: control.steps(run) >= 3)
+    hold = Hold(control.home, 3)
+    run = control.submit(STEPS, callbacks=hold.callbacks)
+    until(lambda: hold.reached(3))
     for pid in control.processes():
         os.kill(pid, signal.SIGKILL)
+    hold.release()
+    time.sleep(3 * POLL_MS / 1000)  # the control plane has seen that the job is gone
+    assert control.state(run) == "running"
+    control.end_lease(run)
     ends(control, run)
-    assert len(attempts(control)) == 2
-    assert digest_run(control.directory(run)) == alone(30)
+    assert len(attempts(control, run)) == 2
+    assert digest_run(control.directory(run)) == alone
     assert not_mirrored(control, run) == []
 
 
-def test_a_supervisor_that_is_killed_is_followed_by_a_further_attempt(control: Control, alone: Any) -> None:
-    run = control.submit(30)
-    until(lambda: control.steps(run) >= 3)
-    told = json.loads((attempts(control)[0] / "trainer.json").read_text())
+def test_a_supervisor_that_is_killed_is_followed_by_a_further_attempt(control: Control, alone: dict[str, str]) -> None:
+    hold = Hold(control.home, 3)
+    run = control.submit(STEPS, callbacks=hold.callbacks)
+    until(lambda: hold.reached(3))
+    (attempt,) = attempts(control, run)
+    told = json.loads((attempt / "trainer.json").read_text())
     supervisor = int(told["program"].partition(":")[0])
     os.kill(supervisor, signal.SIGKILL)
+    hold.release()
     ends(control, run)
-    assert len(attempts(control)) == 2
-    assert digest_run(control.directory(run)) == alone(30)
+    assert len(attempts(control, run)) == 2
+    assert digest_run(control.directory(run)) == alone
 
 
 def test_a_cancelled_run_is_gone_within_ten_seconds(control: Control) -> None:
@@ -167,7 +183,7 @@ def test_a_run_ends_at_its_limit_though_the_control_plane_is_away(tmp_path: Path
 def test_a_wrong_spec_fails_with_its_reason_and_is_not_tried_again(control: Control) -> None:
     run = control.submit(2, model={"path": str(control.home / "no-such-model")})
     ends(control, run, "failed")
-    assert len(attempts(control)) == 1
+    assert len(attempts(control, run)) == 1
     assert "no-such-model" in control.ask("GET", f"/api/runs/{run}")["why"]
 
 

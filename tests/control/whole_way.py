@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -38,6 +39,52 @@ import hashlib, os, pathlib
 pathlib.Path(__file__).with_suffix(".seen").write_text(hashlib.sha256(os.environ["CANARY"].encode()).hexdigest())
 """
 """Before the code of an environment: its trainer has the secret CANARY."""
+
+
+class Hold:
+    """Holds the trainers whose spec has `callbacks` back, so that it is the test which says how far they get."""
+
+    def __init__(self, home: Path, step: int) -> None:
+        """They get to the end of this step, of which no metrics are written yet, and stay there."""
+        self._code, self._at, self._on = home / "hold.py", home / "hold.at", home / "hold.on"
+        self._code.write_text(HOLDS)
+        self._at.unlink(missing_ok=True)
+        self.callbacks = [f"{self._code}:Hold"]
+        self.at(step)
+
+    def at(self, step: int) -> None:
+        written = self._on.with_suffix(".new")
+        written.write_text(str(step))
+        written.replace(self._on)
+
+    def reached(self, step: int) -> bool:
+        return self._at.exists() and self._at.read_text() == str(step)
+
+    def release(self) -> None:
+        self._on.unlink()
+
+
+HOLDS = """
+import os, pathlib, time
+
+AT, ON = (pathlib.Path(__file__).with_suffix(end) for end in (".at", ".on"))
+
+
+class Hold:
+    def on_step(self, step):
+        while (limit := allowed()) is not None and step.version >= limit:
+            written = AT.with_suffix(f".{os.getpid()}")
+            written.write_text(str(step.version))
+            written.replace(AT)
+            time.sleep(0.02)
+
+
+def allowed():
+    try:
+        return int(ON.read_text())
+    except FileNotFoundError:
+        return None
+"""
 
 
 def spec_of(home: Path, steps: int, **more: Any) -> str:
@@ -118,6 +165,15 @@ class Control:
 
     def mirror(self, run: str) -> Path:
         return self.home / "data/runs" / run
+
+    def end_lease(self, run: str) -> None:
+        """Let the time of the lease be over that the run's agent has: a minute of waiting, in one write."""
+        with sqlite3.connect(self.home / "data/control.sqlite3", timeout=20) as database:
+            ended = database.execute(
+                "UPDATE attempts SET lease_until = claimed_at WHERE run = ? AND state = 'claimed'", [run]
+            )
+            assert ended.rowcount == 1
+        database.close()
 
     def steps(self, run: str) -> int:
         try:

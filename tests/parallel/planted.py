@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,6 @@ class Planter:
 
 def lead(home: Path) -> dict[str, Any]:
     from tandem import recipes  # noqa: F401 - as a run does
-    from tandem.build import training
     from tandem.recipes.crew import own_store
     from tandem.runs.rank_processes import RankProcesses, loopback_only
 
@@ -94,15 +94,7 @@ def lead(home: Path) -> dict[str, Any]:
         crew.handle("begin", member.begin)
         Planter(crew, member)
         for spec in (LORA, ON_TWO_HOSTS, SPEC):
-            crew.order("begin", spec=spec)
-            checked = parse_spec(spec)
-            model = training.run_model(checked, crew)
-            algorithm = training.algorithm(checked.algorithm, 8)
-            model.policy.keep_reference()
-            trainer = training.trainer(checked.train, model, algorithm, 0, 0)
-            found |= tried(
-                crew, trainer, model, checked, algorithm, home / f"{checked.sync.bridge}-{checked.parallel.hosts}"
-            )
+            found |= tried(crew, spec, home)
         found |= in_engine(crew, home)
     finally:
         if crew is not None:
@@ -111,16 +103,30 @@ def lead(home: Path) -> dict[str, Any]:
     return found
 
 
-def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: Path) -> dict[str, Any]:
+def trainer_of(crew: Any, tables: dict[str, Any]) -> tuple[Any, Any, Callable[[], None]]:
+    """Begin with a spec on all ranks; return the trainer, its model, and what takes a step."""
     import random
 
     from tandem.build import training
 
+    crew.order("begin", spec=tables)
+    spec = parse_spec(tables)
+    model = training.run_model(spec, crew)
+    algorithm = training.algorithm(spec.algorithm, 8)
+    model.policy.keep_reference()
+    trainer = training.trainer(spec.train, model, algorithm, 0, 0)
     make, rng = training.batches(spec.train, model, algorithm), random.Random(1)
 
     def step() -> None:
         trainer.step(make([recorded_group(rng, 4, trainer.version) for _ in range(2)], trainer.version))
 
+    return trainer, model, step
+
+
+def tried(crew: Any, tables: dict[str, Any], home: Path) -> dict[str, Any]:
+    trainer, model, step = trainer_of(crew, tables)
+    spec = parse_spec(tables)
+    home = home / f"{spec.sync.bridge}-{spec.parallel.hosts}"
     found: dict[str, Any] = {}
     lora, on_hosts = spec.model.lora is not None, spec.parallel.hosts > 1
     if lora:
@@ -177,24 +183,14 @@ def tried(crew: Any, trainer: Any, model: Any, spec: Any, algorithm: Any, home: 
 
 def in_engine(crew: Crew, home: Path) -> dict[str, Any]:
     """Two ranks that train in the memory of two workers. Their tensors are where a worker serves them."""
-    import random
-
     from test_equal_bytes import write_model
 
     from tandem.bridge.shared.sender import SharedBridge
-    from tandem.build import training
     from tandem.ops.digest import side_by_side
     from tandem.train.crew_memory import CrewMemory
 
     write_model(home / "model")
-    spec = {**IN_ENGINE, "model": {"path": str(home / "model")}}
-    crew.order("begin", spec=spec)
-    checked = parse_spec(spec)
-    model = training.run_model(checked, crew)
-    algorithm = training.algorithm(checked.algorithm, 8)
-    model.policy.keep_reference()
-    trainer = training.trainer(checked.train, model, algorithm, 0, 0)
-    make, rng = training.batches(checked.train, model, algorithm), random.Random(1)
+    trainer, model, step = trainer_of(crew, {**IN_ENGINE, "model": {"path": str(home / "model")}})
     shapes = model.policy.full_shapes()
     derived = [name for name, _ in model.policy.module.named_buffers()]
     bridge = SharedBridge(5.0, digest=True, ranks=2)
@@ -219,9 +215,6 @@ def in_engine(crew: Crew, home: Path) -> dict[str, Any]:
         theirs = side_by_side(proofs)
         odd = [name for name in theirs | sent.fingerprints if theirs.get(name) != sent.fingerprints.get(name)]
         return f"proven {sent.bytes_moved}" if not odd else f"differs: {odd}"
-
-    def step() -> None:
-        trainer.step(make([recorded_group(rng, 4, trainer.version) for _ in range(2)], trainer.version))
 
     before = trainer.fingerprints()
     try:

@@ -1,8 +1,8 @@
 """Use a control plane from Python (layer 3): `from tandem.client import Tandem`, or `AsyncTandem`.
 
-requests.py: what is sent, and what an answer means. place.py: which server, and with which key. blocking.py and
-waiting.py: the two clients, with the same names. pull.py: a mirror of a run as a directory. index.py: the packages
-of environments. openid.py: a person signs in.
+operations.py: what may be asked, once for both clients; blocking.py and waiting.py: the two. requests.py: what is sent,
+and what an answer means. place.py: which server, and with which key. pull.py: a mirror of a run as a directory.
+index.py: the packages of environments. openid.py: a person signs in.
 """
 
 from tandem.client.blocking import RemoteRun, Tandem

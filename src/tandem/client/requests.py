@@ -27,34 +27,11 @@ from tandem.errors import (
 )
 from tandem.io.retry_after import retry_after_s
 from tandem.shapes.base import Answer, Asked
-from tandem.shapes.deployments import DeployBody, DeploymentInfo, DeploymentList, PromoteBody
-from tandem.shapes.packages import PackageInfo, PackageList, PackageVersionInfo, PushBody, YankBody
-from tandem.shapes.plans import PlanBody, PlanInfo
 from tandem.shapes.runs import (
     ENDED,
-    AttemptList,
     AuditPage,
-    CancelBody,
     EventInfo,
-    EventPage,
-    FileList,
-    KeyBody,
-    KeyInfo,
-    KeyList,
-    Me,
-    OrgBody,
-    OrgInfo,
-    ProjectBody,
-    ProjectInfo,
-    ProjectList,
-    ResumeBody,
     RunInfo,
-    RunPage,
-    SecretBody,
-    SecretInfo,
-    SecretList,
-    SubmitBody,
-    TargetList,
     UsagePage,
 )
 
@@ -85,154 +62,33 @@ class Call(Generic[Reply]):
         return b"" if self.body is None else self.body.model_dump_json().encode()
 
 
-def _get(path: str, reply: type[Reply], **query: object) -> Call[Reply]:
+def get(path: str, reply: type[Reply], **query: object) -> Call[Reply]:
     asked = {name: str(value) for name, value in query.items() if value not in ("", None)}
     return Call("GET", f"{path}?{urlencode(asked)}" if asked else path, reply)
 
 
-def _post(path: str, reply: type[Reply], body: Asked) -> Call[Reply]:
+def post(path: str, reply: type[Reply], body: Asked) -> Call[Reply]:
     headers = {"Idempotency-Key": uuid.uuid4().hex, "Content-Type": "application/json"}
     return Call("POST", path, reply, body, headers)
 
 
-def me() -> Call[Me]:
-    return _get("/api/me", Me)
-
-
-def targets() -> Call[TargetList]:
-    return _get("/api/targets", TargetList)
-
-
-def plan(body: PlanBody) -> Call[PlanInfo]:
-    return Call("POST", "/api/plans", PlanInfo, body, {"Content-Type": "application/json"})
-
-
-def submit(body: SubmitBody) -> Call[RunInfo]:
-    return _post("/api/runs", RunInfo, body)
-
-
-def runs(*, state: str, project: str, group: str, before: str, limit: int) -> Call[RunPage]:
-    return _get("/api/runs", RunPage, state=state, project=project, group=group, before=before, limit=limit)
-
-
-def run(run_id: str) -> Call[RunInfo]:
-    return _get(f"/api/runs/{_part(run_id)}", RunInfo)
-
-
-def cancel(run_id: str, save: bool) -> Call[RunInfo]:
-    return _post(f"/api/runs/{_part(run_id)}/cancel", RunInfo, CancelBody(save=save))
-
-
-def resume(run_id: str) -> Call[RunInfo]:
-    return _post(f"/api/runs/{_part(run_id)}/resume", RunInfo, ResumeBody())
-
-
-def events(run_id: str, after: int) -> Call[EventPage]:
-    return _get(f"/api/runs/{_part(run_id)}/events", EventPage, after=after)
-
-
-def attempts(run_id: str) -> Call[AttemptList]:
-    return _get(f"/api/runs/{_part(run_id)}/attempts", AttemptList)
-
-
-def files(run_id: str) -> Call[FileList]:
-    return _get(f"/api/runs/{_part(run_id)}/files", FileList)
-
-
 def usage(after: str, since: int, until: int) -> Call[UsagePage]:
-    return _get("/api/usage", UsagePage, after=after, since=since or "", until=until or "")
-
-
-def keys() -> Call[KeyList]:
-    return _get("/api/keys", KeyList)
-
-
-def make_key(body: KeyBody) -> Call[KeyInfo]:
-    return _post("/api/keys", KeyInfo, body)
-
-
-def revoke_key(key_id: str) -> Call[KeyInfo]:
-    return _post(f"/api/keys/{_part(key_id)}/revoke", KeyInfo, Asked())
+    return get("/api/usage", UsagePage, after=after, since=since or "", until=until or "")
 
 
 def audit(after: str) -> Call[AuditPage]:
-    return _get("/api/audit", AuditPage, after=after)
-
-
-def secrets() -> Call[SecretList]:
-    return _get("/api/secrets", SecretList)
-
-
-def set_secret(body: SecretBody) -> Call[SecretInfo]:
-    return _post("/api/secrets", SecretInfo, body)
-
-
-def delete_secret(secret_id: str) -> Call[SecretInfo]:
-    return _post(f"/api/secrets/{_part(secret_id)}/delete", SecretInfo, Asked())
-
-
-def deployments() -> Call[DeploymentList]:
-    return _get("/api/deployments", DeploymentList)
-
-
-def deployment(name: str) -> Call[DeploymentInfo]:
-    return _get(f"/api/deployments/{_part(name)}", DeploymentInfo)
-
-
-def deploy(body: DeployBody) -> Call[DeploymentInfo]:
-    return _post("/api/deployments", DeploymentInfo, body)
-
-
-def promote(name: str, revision: int) -> Call[DeploymentInfo]:
-    asked = body(PromoteBody, revision=revision)
-    return _post(f"/api/deployments/{_part(name)}/promote", DeploymentInfo, asked)
-
-
-def rollback(name: str) -> Call[DeploymentInfo]:
-    return _post(f"/api/deployments/{_part(name)}/rollback", DeploymentInfo, Asked())
-
-
-def undeploy(name: str) -> Call[DeploymentInfo]:
-    return _post(f"/api/deployments/{_part(name)}/undeploy", DeploymentInfo, Asked())
-
-
-def packages() -> Call[PackageList]:
-    return _get("/api/packages", PackageList)
-
-
-def package(distribution: str) -> Call[PackageInfo]:
-    return _get(f"/api/packages/{_part(distribution)}", PackageInfo)
-
-
-def push_package(body: PushBody) -> Call[PackageVersionInfo]:
-    return _post("/api/packages", PackageVersionInfo, body)
-
-
-def yank(distribution: str, body: YankBody) -> Call[PackageVersionInfo]:
-    return _post(f"/api/packages/{_part(distribution)}/yank", PackageVersionInfo, body)
-
-
-def projects() -> Call[ProjectList]:
-    return _get("/api/projects", ProjectList)
-
-
-def put_project(body: ProjectBody) -> Call[ProjectInfo]:
-    return _post("/api/projects", ProjectInfo, body)
-
-
-def make_org(name: str) -> Call[OrgInfo]:
-    return _post("/api/orgs", OrgInfo, body(OrgBody, name=name))
+    return get("/api/audit", AuditPage, after=after)
 
 
 def file_path(run_id: str, file: str, offset: int, limit: int) -> str:
-    return f"/api/runs/{_part(run_id)}/files/{quote(file)}?offset={offset}&limit={limit}"
+    return f"/api/runs/{part(run_id)}/files/{quote(file)}?offset={offset}&limit={limit}"
 
 
 def stream_path(run_id: str) -> str:
-    return f"/api/runs/{_part(run_id)}/events"
+    return f"/api/runs/{part(run_id)}/events"
 
 
-def _part(text: str) -> str:
+def part(text: str) -> str:
     return quote(text, safe="")
 
 

@@ -4,64 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from tandem.client import requests
-from tandem.client.index import PackageIndex, VerifiedPackage, named, push_body
-from tandem.client.place import Place, find_place, known_signing_key
+from tandem.client.index import PackageIndex, VerifiedPackage, named
+from tandem.client.operations import Result, RunOperations, ServerOperations, Steps, Waiting
+from tandem.client.place import known_signing_key
 from tandem.client.pull import Pulled, pull
 from tandem.client.requests import Call, EventReader, Patience, Reply
-from tandem.errors import ControlNotKnown, SpecError
-from tandem.shapes.deployments import DeployBody, DeploymentInfo
-from tandem.shapes.packages import PackageInfo, PackageVersionInfo, YankBody
-from tandem.shapes.plans import PROMPT_TOKENS, ROW_TOKENS, PlanBody, PlanInfo
-from tandem.shapes.runs import (
-    AttemptInfo,
-    AuditInfo,
-    EventInfo,
-    FileInfo,
-    KeyBody,
-    KeyInfo,
-    Me,
-    OrgInfo,
-    ProjectBody,
-    ProjectInfo,
-    RunInfo,
-    RunPage,
-    Scope,
-    SecretBody,
-    SecretInfo,
-    SubmitBody,
-    TargetInfo,
-    UsageInfo,
-)
-from tandem.spec.package_names import package_name
+from tandem.shapes.runs import AuditInfo, EventInfo, FileInfo, RunInfo, UsageInfo
 
 if TYPE_CHECKING:
     import httpx
 
 
-class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
+class AsyncTandem(ServerOperations["AsyncRemoteRun"], Waiting, AbstractAsyncContextManager["AsyncTandem"]):
     """A control server. Without `url`: the one that TANDEM_CONTROL or ~/.config/tandem/control.toml names."""
 
     def __init__(self, url: str = "", key: str = "", *, patience_s: float = requests.PATIENCE_S) -> None:
         import httpx
 
-        place = Place(url.rstrip("/"), key) if url else find_place()
-        if place is None:
-            raise SpecError(
-                "no control server is configured: use `tandem login URL`, or set TANDEM_CONTROL and TANDEM_CONTROL_KEY"
-            )
-        self._place, self.url, self._patience_s = place, place.url, patience_s
-        self._http = httpx.AsyncClient(
-            base_url=place.url, headers={"Authorization": f"Bearer {place.key}"}, follow_redirects=False,
-            timeout=httpx.Timeout(requests.READ_S, connect=requests.CONNECT_S),
-            trust_env=False,  # no proxy from environment variables: it would see the key
-        )  # fmt: skip
+        super().__init__(url, key, patience_s=patience_s)
+        self._http = httpx.AsyncClient(**self._connection)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -71,135 +39,9 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
     ) -> None:
         await self.close()
 
-    async def me(self) -> Me:
-        return await self.call(requests.me())
-
-    async def targets(self) -> list[TargetInfo]:
-        return (await self.call(requests.targets())).items
-
-    async def plan(
-        self,
-        spec: str | Path | Mapping[str, Any],
-        *,
-        target: str,
-        gpu: str = "",
-        prompt_tokens: int = PROMPT_TOKENS,
-        row_tokens: int = ROW_TOKENS,
-    ) -> PlanInfo:
-        """Return what a spec needs on each offer of a target: memory, seconds and cost. Nothing is started. The server
-        reads no data: the lengths are those that you give. `gpu`: plan for this card in place of the target's."""
-        body = requests.body(
-            PlanBody, spec_toml=requests.spec_text(spec), target=target, gpu=gpu, prompt_tokens=prompt_tokens,
-            row_tokens=row_tokens,
-        )  # fmt: skip
-        return await self.call(requests.plan(body))
-
-    async def submit(
-        self,
-        spec: str | Path | Mapping[str, Any],
-        *,
-        target: str,
-        max_cost_usd: float = 0.0,
-        name: str = "",
-        project: str = "default",
-        group: str = "",
-        retries: int = 3,
-        secrets: Sequence[str] = (),
-    ) -> AsyncRemoteRun:
-        """Queue a run of a spec: a TOML file's path, or a dict of the same tables."""
-        body = requests.body(
-            SubmitBody, spec_toml=requests.spec_text(spec), target=target, max_cost_usd=max_cost_usd, name=name,
-            project=project, group=group, retries=retries, secrets=list(secrets),
-        )  # fmt: skip
-        return AsyncRemoteRun(self, (await self.call(requests.submit(body))).id)
-
     def run(self, run_id: str) -> AsyncRemoteRun:
         """Return a run by its id; it is asked for when it is used."""
         return AsyncRemoteRun(self, run_id)
-
-    async def runs(self, *, state: str = "", project: str = "", group: str = "", most: int = 200) -> list[RunInfo]:
-        """Return runs, the newest first."""
-        found: list[RunInfo] = []
-        page = RunPage(items=[], next="")
-        while len(found) < most:
-            limit = min(200, most - len(found))
-            asked = requests.runs(state=state, project=project, group=group, before=page.next, limit=limit)
-            page = await self.call(asked)
-            found += page.items
-            if not page.next:
-                break
-        return found
-
-    async def deploy(
-        self,
-        run: str,
-        step: int,
-        *,
-        name: str,
-        weight: int = 0,
-        canary: float = 0.0,
-        keep_s: int = 0,
-        feedback: bool = False,
-        engine: Literal["hf", "vllm"] = "hf",
-        target: str = "",
-    ) -> DeploymentInfo:
-        """Put a checkpoint of a run behind a name, as its next revision. `canary`: its share of the requests while it
-        is tried. `keep_s`: end its replica after so long without a request; 0: never. `feedback`: keep its chats, and
-        take thumbs. `engine`: vllm: the vLLM that the run's spec names. `target`: default: the run's own."""
-        asked = requests.body(
-            DeployBody, name=name, run=run, step=step, weight=weight, canary=canary, keep_s=keep_s, feedback=feedback,
-            engine=engine, target=target,
-        )  # fmt: skip
-        return await self.call(requests.deploy(asked))
-
-    async def deploy_online(self, server: str, *, name: str) -> DeploymentInfo:
-        """Put an online server behind a new name. `server`: as the control server's operator has named it; the operator
-        alone may ask for it."""
-        return await self.call(requests.deploy(requests.body(DeployBody, name=name, online=server)))
-
-    async def deployments(self) -> list[DeploymentInfo]:
-        return (await self.call(requests.deployments())).items
-
-    async def deployment(self, name: str) -> DeploymentInfo:
-        return await self.call(requests.deployment(name))
-
-    async def promote(self, name: str, revision: int) -> DeploymentInfo:
-        """Give all requests of a name to one revision, which must answer already."""
-        return await self.call(requests.promote(name, revision))
-
-    async def rollback(self, name: str) -> DeploymentInfo:
-        """Take the canary away, if there is one; otherwise undo the last promote."""
-        return await self.call(requests.rollback(name))
-
-    async def undeploy(self, name: str) -> DeploymentInfo:
-        """Take a name away; what its replicas have begun is answered."""
-        return await self.call(requests.undeploy(name))
-
-    async def push_environment(
-        self,
-        wheel: str | Path,
-        *,
-        project: str = "",
-        build: Mapping[str, str] | None = None,
-        checks: Mapping[str, int | float | bool | str] | None = None,
-    ) -> PackageVersionInfo:
-        """Push a wheel as a version of a package of environments. The same file again changes nothing. `build`,
-        `checks`: how it was made, and what was measured, for its signed provenance."""
-        return await self.call(requests.push_package(push_body(wheel, project, build or {}, checks or {})))
-
-    async def environments(self) -> list[PackageInfo]:
-        """Return the packages of environments that the key may see."""
-        return (await self.call(requests.packages())).items
-
-    async def environment(self, name: str) -> PackageInfo:
-        """Return the package `ORG/NAME`, and its versions."""
-        return await self.call(requests.package(package_name(name).distribution))
-
-    async def yank_environment(self, name: str, *, why: str = "", undo: bool = False) -> PackageVersionInfo:
-        """Take `ORG/NAME==VERSION` out of what is chosen by default; `undo`: put it back."""
-        found = named(name)
-        body = requests.body(YankBody, version=found.version, why=why, undo=undo)
-        return await self.call(requests.yank(found.distribution, body))
 
     async def verify_environment(self, name: str, *, signing_key: str = "") -> VerifiedPackage:
         """Check `ORG/NAME==VERSION`: its bytes, its RECORD, and the signature of its provenance. `signing_key`: the
@@ -223,34 +65,6 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
             if not (after := page.next):
                 return
 
-    async def keys(self) -> list[KeyInfo]:
-        return (await self.call(requests.keys())).items
-
-    async def make_key(
-        self, name: str, scopes: list[Scope], *, project: str = "", org: str = "", expires_at: int = 0
-    ) -> KeyInfo:
-        """Make a key; the answer alone has the key itself."""
-        body = requests.body(KeyBody, name=name, scopes=scopes, project=project, org=org, expires_at=expires_at)
-        return await self.call(requests.make_key(body))
-
-    async def revoke_key(self, key_id: str) -> KeyInfo:
-        return await self.call(requests.revoke_key(key_id))
-
-    async def secrets(self) -> list[SecretInfo]:
-        """Return the secrets, without their values."""
-        return (await self.call(requests.secrets())).items
-
-    async def set_secret(self, name: str, value: str, *, project: str = "") -> SecretInfo:
-        """Make a secret, or give it a new value. `project`: only its runs get it; default: every project's."""
-        return await self.call(requests.set_secret(requests.body(SecretBody, name=name, value=value, project=project)))
-
-    async def delete_secret(self, name: str, *, project: str = "") -> SecretInfo:
-        found = [each for each in await self.secrets() if (each.name, each.project) == (name, project)]
-        if not found:
-            of = f" of project '{project}'" if project else ""
-            raise ControlNotKnown(f"there is no secret '{name}'{of}", status=404, field="secret")
-        return await self.call(requests.delete_secret(found[0].id))
-
     async def audit(self) -> AsyncIterator[AuditInfo]:
         """Yield who did what, the oldest first."""
         after = ""
@@ -261,18 +75,15 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
             if not (after := page.next):
                 return
 
-    async def projects(self) -> list[ProjectInfo]:
-        return (await self.call(requests.projects())).items
-
-    async def put_project(self, name: str, *, budget_usd: float = 0.0, max_live_runs: int = 0) -> ProjectInfo:
-        """Make a project, or change the one of this name."""
-        body = requests.body(ProjectBody, name=name, budget_usd=budget_usd, max_live_runs=max_live_runs)
-        return await self.call(requests.put_project(body))
-
-    async def make_org(self, name: str) -> OrgInfo:
-        return await self.call(requests.make_org(name))
-
     # --- requests
+
+    async def do(self, steps: Steps[Result]) -> Result:
+        try:
+            call = next(steps)
+            while True:
+                call = steps.send(await self.call(call))
+        except StopIteration as ended:
+            return ended.value
 
     async def call(self, call: Call[Reply]) -> Reply:
         """Send a request until it is answered."""
@@ -320,34 +131,15 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
             events.cut()
 
 
-class AsyncRemoteRun:
+class AsyncRemoteRun(RunOperations, Waiting):
     """A run on a control server."""
 
     def __init__(self, server: AsyncTandem, run_id: str) -> None:
-        self.server, self.id = server, run_id
+        super().__init__(run_id)
+        self.server = server
 
-    async def info(self) -> RunInfo:
-        return await self.server.call(requests.run(self.id))
-
-    async def cancel(self, *, save: bool = False) -> RunInfo:
-        """Ask it to end. `save`: save a checkpoint first."""
-        return await self.server.call(requests.cancel(self.id, save))
-
-    async def resume(self) -> RunInfo:
-        return await self.server.call(requests.resume(self.id))
-
-    async def attempts(self) -> list[AttemptInfo]:
-        return (await self.server.call(requests.attempts(self.id))).items
-
-    async def events(self, after: int = 0) -> list[EventInfo]:
-        """Return the events so far, after a number."""
-        found: list[EventInfo] = []
-        while True:
-            page = await self.server.call(requests.events(self.id, after))
-            found += page.items
-            if not page.next:
-                return found
-            after = int(page.next)
+    async def do(self, steps: Steps[Result]) -> Result:
+        return await self.server.do(steps)
 
     async def follow(self, after: int = 0) -> AsyncIterator[EventInfo]:
         """Yield events until the run has ended. A broken connection is made again, and goes on where it was."""
@@ -366,9 +158,6 @@ class AsyncRemoteRun:
         async for _ in self.follow():
             pass
         return await self.info()
-
-    async def files(self) -> list[FileInfo]:
-        return (await self.server.call(requests.files(self.id))).items
 
     async def read(self, file: str, offset: int = 0, limit: int = 4 * 2**20) -> tuple[bytes, int, int]:
         """Return bytes of a mirrored file, its generation and its size."""

@@ -49,7 +49,7 @@ from tandem.spec.load import AnySpec, to_toml
 from tandem.spec.own import is_own
 from tandem.spec.ranks import on_ranks
 from tandem.spec.rollouts import AtroposRollouts
-from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
+from tandem.spec.run import RlSpec, RunSpec
 
 require_extra("train", "torch", "transformers", "tokenizers", "safetensors", "peft", "fastapi", "uvicorn", "msgspec")
 
@@ -300,9 +300,8 @@ async def _train(
     from tandem.build import training
     from tandem.recipes import rehearsal
     from tandem.recipes.plan_run import keep_plan
-    from tandem.recipes.preference import train_preference
     from tandem.recipes.rl import RlRun
-    from tandem.recipes.sft import train_sft
+    from tandem.recipes.supervised import train_supervised
 
     if (track := spec.track) is not None:
         target = TrackerTarget(str(run.directory), run.directory.name, track.project, track.url)
@@ -326,11 +325,8 @@ async def _train(
         run.event("ranks", ranks=crew.ranks, hosts=crew.hosts)
         logs = "; their logs are in ranks/" if (run.directory / "ranks").exists() else ""
         run.view.say(f"   {crew.ranks} ranks, on {', '.join(dict.fromkeys(crew.hosts))}{logs}")
-    if isinstance(spec, SftSpec):
-        await train_sft(spec, run, checkpointer, crew)
-        return
-    if isinstance(spec, PreferenceSpec):
-        await train_preference(spec, run, checkpointer, crew)
+    if not isinstance(spec, RlSpec):
+        await train_supervised(spec, run, checkpointer, crew)
         return
     rl = RlRun(spec, run, environment, checkpointer, crew)
     try:

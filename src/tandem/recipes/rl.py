@@ -23,7 +23,7 @@ from tandem.obs.claims import answers
 from tandem.obs.run_history import read_history
 from tandem.obs.sync_status import TOLD
 from tandem.protocols import Algorithm, Environment, Trainer
-from tandem.recipes.supervised_steps import checked_rows, due, recordings_of, say_if_too_few, supervised_stage
+from tandem.recipes.supervised_steps import checked_rows, due, recorded_stage, recordings_of, say_if_too_few
 from tandem.rollout.deadlines import why_not
 from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import Evaluation, evaluate, held_out
@@ -39,7 +39,7 @@ from tandem.spec.engine import HfEngineSpec
 from tandem.spec.environment import MIX, EnvironmentSpec
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
-from tandem.types import Batch, Group, Metrics, Sampling, Task, Trajectory
+from tandem.types import Batch, Group, Metrics, Sampling, Task
 
 _log = logging.getLogger(__name__)
 
@@ -182,16 +182,16 @@ class RlRun:
         self.checkpointer.load(trainer, "warmup")
         if self.setting is not None:
             await self._evaluate(trainer, "before", "before training")
-        recordings = await self._recordings(stage)
-        self.run.stage("warmup", stage.steps, f"{len(recordings)} demonstrations")
+        recorded = await self._recordings(stage)
+        self.run.stage("warmup", stage.steps, f"{len(recorded)} demonstrations")
         await self.publisher.rest(trainer)  # the engine is idle until the next version is published
-        await supervised_stage(
-            self.run, self.model, trainer, stage, recordings, algorithm, seed=self.spec.seed,
+        await recorded_stage(
+            self.run, self.model, trainer, stage, recorded, algorithm, seed=self.spec.seed,
             deterministic=self.spec.deterministic, checkpointer=self.checkpointer,
         )  # fmt: skip
         return trainer.version
 
-    async def _recordings(self, stage: WarmupStage) -> list[Trajectory]:
+    async def _recordings(self, stage: WarmupStage) -> list[Group]:
         if not isinstance(stage.data, Demonstrations):
             train, held_out = checked_rows(self.model, stage.data, self.run, "warmup.data")
             return train + held_out  # no rows are held out, because the environment judges the warm-up
@@ -202,7 +202,7 @@ class RlRun:
         if any(calls_tools(messages) for _, messages in shown):
             limit_s = training.its_spec(self.spec).episode_timeout_s
             tools = [await offered_tools(self.environment, task, limit_s) for task, _ in shown]
-        return recordings_of(self.model, shown, tools)
+        return [[each] for each in recordings_of(self.model, shown, tools)]
 
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
         """Run the loop over the RL steps. `first`, `last`: versions before the first step and after the last."""

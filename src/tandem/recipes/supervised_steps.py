@@ -31,34 +31,6 @@ def due(every: int, done: int, steps: int) -> bool:
     return bool(every) and done % every == 0 and done < steps
 
 
-async def supervised_stage(
-    run: Run,
-    model: training.BuiltModel,
-    trainer: Trainer,
-    stage: SftStage,
-    recordings: Sequence[Trajectory],
-    algorithm: Algorithm,
-    *,
-    seed: int,
-    deterministic: bool,
-    checkpointer: RunCheckpointer,
-    before_record: Callable[[Metrics], None] | None = None,
-) -> None:
-    """Train on conversations, each as a group of one."""
-    await recorded_stage(
-        run,
-        model,
-        trainer,
-        stage,
-        [[recording] for recording in recordings],
-        algorithm,
-        seed=seed,
-        deterministic=deterministic,
-        checkpointer=checkpointer,
-        before_record=before_record,
-    )
-
-
 async def recorded_stage(
     run: Run,
     model: training.BuiltModel,
@@ -116,8 +88,8 @@ def recordings_of(
 
 def checked_rows(
     model: training.BuiltModel, data: training.FileOrDataset, run: Run, field: str
-) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Load conversations as trajectories, training and held-out ones; report which rows were dropped and why."""
+) -> tuple[list[Group], list[Group]]:
+    """Load conversations as groups of one, training and held-out ones; report which rows were dropped and why."""
     longest = longest_of(model, data)
 
     def unusable(conversation: Conversation) -> str:
@@ -129,10 +101,10 @@ def checked_rows(
 
     split = reported(training.rows(data, field).without(unusable), "conversation", run, field)
     train, held_out = (
-        [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
+        [[record(model.renderer, row.messages, f"{row.source}:{row.row}")] for row in rows]
         for rows in (split.train, split.held_out)
     )
-    run.view.say("   one example; the tokens in [[ ]] are trained: " + marked(model, train[0]))
+    run.view.say("   one example; the tokens in [[ ]] are trained: " + marked(model, train[0][0]))
     return train, held_out
 
 

@@ -1,4 +1,4 @@
-"""Decode steps of the embedded engine without masks, and on a GPU as CUDA graphs.
+"""Decode steps of the embedded engine: with masks, or without, and then on a GPU as CUDA graphs.
 
 A decode step of a small model is hundreds of launches, each of which takes the host longer than the GPU. A graph is
 one launch. There is one for each number of rows: live rows are filled up to the next number with dead ones, whose place
@@ -134,6 +134,15 @@ class DecodeSteps:
                 self._why_no_graph = _tried(without, found_S1H, with_S1H)
         except Exception as error:  # noqa: BLE001 - a kernel is compiled and run; the plain way is there for all else
             self.why_masked = _first_line(error)
+
+
+def logits_with_masks(head: Head, cache: KvCache, last_S: Tensor, position_S: Tensor, longest: int) -> Tensor:
+    """Return the logits of a step with masks, which every attention can take. `longest`: the length of the longest."""
+    cache.num_rows, cache.copies, cache.positions = len(last_S), None, position_S
+    cache.view = min(-(-longest // 16) * 16, cache.length_held)
+    key_T, query_S111 = torch.arange(cache.view, device=last_S.device), position_S[:, None, None, None]
+    mask = attention_masks.for_model(head.config, key_T <= query_S111, query_S111, key_T)
+    return head.logits(head.hidden(last_S[:, None], position_S[:, None], mask, cache)[:, 0])
 
 
 def _tried(launch: Callable[[], Tensor], into: Tensor, expected: Tensor) -> str:

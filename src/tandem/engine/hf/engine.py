@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
-from tandem.engine.hf.decode_steps import DecodeSteps
+from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
 from tandem.engine.hf.kv_cache import KvCache
 from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.sampler import Settings, draw
@@ -454,29 +454,22 @@ class EmbeddedEngine:
 
     def _decode_step(self) -> Tensor:
         rows, adapters = len(self._running), [request.adapter for request in self._running]
-        positions_S = self._position_S[:rows]
         longest = self._longest()
-        if self.steps is not None and not self.steps.why_masked:
-            filled = self.steps.rows_for(rows)
-            if any(adapters) or filled * longest > self._kv_positions:
-                filled = rows
-            self._position_S[rows:filled] = 0
-            self._cache.reserve(filled, longest)
-            self._adapters.plan(adapters)
-            logits_SV = self.steps.run(filled, by_launches=any(adapters))[:rows]
-            self._cache.num_rows = rows
-            positions_S += 1
-            return logits_SV
-        self._cache.reserve(rows, longest)
-        self._cache.num_rows, self._cache.copies, self._cache.positions = rows, None, positions_S
-        self._cache.view = min(-(-longest // 16) * 16, self._cache.length_held)
-        key_T = torch.arange(self._cache.view, device=self._device)
-        query_S111 = positions_S[:, None, None, None]
-        mask = attention_masks.for_model(self._config, key_T <= query_S111, query_S111, key_T)
+        steps = None if self.steps is None or self.steps.why_masked else self.steps
+        filled = rows if steps is None else steps.rows_for(rows)
+        if any(adapters) or filled * longest > self._kv_positions:
+            filled = rows
+        self._position_S[rows:filled] = 0
+        self._cache.reserve(filled, longest)
         self._adapters.plan(adapters)
-        hidden_S1H = self._head.hidden(self._last_S[:rows, None], positions_S[:, None], mask, self._cache)
-        positions_S += 1
-        return self._head.logits(hidden_S1H[:, 0])
+        if steps is None:
+            positions_S = self._position_S[:rows]
+            logits_SV = logits_with_masks(self._head, self._cache, self._last_S[:rows], positions_S, longest)
+        else:
+            logits_SV = steps.run(filled, by_launches=any(adapters))[:rows]
+            self._cache.num_rows = rows
+        self._position_S[:rows] += 1
+        return logits_SV
 
     def _deliver(self, first: int, ids: list[int], logprobs: list[float], ranked: Mapping[int, Alternatives]) -> None:
         ended: list[int] = []
