@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from common import note, table
-from control_kills import ENDED, run_of, what_of
 from kept_servers import Network, Unit, kill
+from three_targets import ENDED, run_of, what_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "control"))
 
