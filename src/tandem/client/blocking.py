@@ -266,8 +266,10 @@ class Tandem(AbstractContextManager["Tandem"]):
     def projects(self) -> list[ProjectInfo]:
         return self.call(requests.projects()).items
 
-    def put_project(self, name: str, *, budget_usd: float = 0.0, max_live_runs: int = 0) -> ProjectInfo:
-        """Make a project, or change the one of this name."""
+    def put_project(
+        self, name: str, *, budget_usd: float | None = None, max_live_runs: int | None = None
+    ) -> ProjectInfo:
+        """Make a project, or change what is given of the one of this name. 0: no limit."""
         body = requests.body(ProjectBody, name=name, budget_usd=budget_usd, max_live_runs=max_live_runs)
         return self.call(requests.put_project(body))
 
@@ -335,8 +337,9 @@ class RemoteRun:
         """Ask it to end. `save`: save a checkpoint first."""
         return self.server.call(requests.cancel(self.id, save))
 
-    def resume(self) -> RunInfo:
-        return self.server.call(requests.resume(self.id))
+    def resume(self, *, max_cost_usd: float | None = None) -> RunInfo:
+        """Queue it again. `max_cost_usd`: what it may cost, with what it has cost already; default: as before."""
+        return self.server.call(requests.resume(self.id, max_cost_usd))
 
     def attempts(self) -> list[AttemptInfo]:
         return self.server.call(requests.attempts(self.id)).items

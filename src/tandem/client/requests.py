@@ -123,8 +123,8 @@ def cancel(run_id: str, save: bool) -> Call[RunInfo]:
     return _post(f"/api/runs/{_part(run_id)}/cancel", RunInfo, CancelBody(save=save))
 
 
-def resume(run_id: str) -> Call[RunInfo]:
-    return _post(f"/api/runs/{_part(run_id)}/resume", RunInfo, ResumeBody())
+def resume(run_id: str, max_cost_usd: float | None) -> Call[RunInfo]:
+    return _post(f"/api/runs/{_part(run_id)}/resume", RunInfo, body(ResumeBody, max_cost_usd=max_cost_usd))
 
 
 def events(run_id: str, after: int) -> Call[EventPage]:

@@ -264,8 +264,10 @@ class AsyncTandem(AbstractAsyncContextManager["AsyncTandem"]):
     async def projects(self) -> list[ProjectInfo]:
         return (await self.call(requests.projects())).items
 
-    async def put_project(self, name: str, *, budget_usd: float = 0.0, max_live_runs: int = 0) -> ProjectInfo:
-        """Make a project, or change the one of this name."""
+    async def put_project(
+        self, name: str, *, budget_usd: float | None = None, max_live_runs: int | None = None
+    ) -> ProjectInfo:
+        """Make a project, or change what is given of the one of this name. 0: no limit."""
         body = requests.body(ProjectBody, name=name, budget_usd=budget_usd, max_live_runs=max_live_runs)
         return await self.call(requests.put_project(body))
 
@@ -333,8 +335,9 @@ class AsyncRemoteRun:
         """Ask it to end. `save`: save a checkpoint first."""
         return await self.server.call(requests.cancel(self.id, save))
 
-    async def resume(self) -> RunInfo:
-        return await self.server.call(requests.resume(self.id))
+    async def resume(self, *, max_cost_usd: float | None = None) -> RunInfo:
+        """Queue it again. `max_cost_usd`: what it may cost, with what it has cost already; default: as before."""
+        return await self.server.call(requests.resume(self.id, max_cost_usd))
 
     async def attempts(self) -> list[AttemptInfo]:
         return (await self.server.call(requests.attempts(self.id))).items

@@ -131,14 +131,22 @@ def ask_to_end(session: Session, org: str, run_id: str, want: Literal["stop", "c
     _set_run(session, run.id, run.rev, now, "want", {"want": want}, want=want, wanted_at=now)
 
 
-def resume(session: Session, org: str, run_id: str, now: int) -> None:
-    """Queue a run again that was stopped, failed or cancelled."""
+def resume(session: Session, org: str, run_id: str, now: int, max_cost_usd: float | None = None) -> None:
+    """Queue a run again that was stopped, failed or cancelled. `max_cost_usd`: what it may cost; None: as before."""
     run = _run(session, org, run_id)
     if run.state not in ENDED or run.state == "succeeded":
         raise Conflict(f"run '{run_id}' is {run.state}; only one that stopped, failed or was cancelled can be resumed")
     check_there(session, org, run.project, run.secrets)
-    _check_room(session, run.project, max(0.0, run.max_cost_usd - spent_by_run(session, [run.id]).get(run.id, 0.0)))
-    fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
+    most_usd = run.max_cost_usd if max_cost_usd is None else max_cost_usd
+    spent_usd = spent_by_run(session, [run.id]).get(run.id, 0.0)
+    if not pays_for_more(most_usd - spent_usd, most_usd, run.usd_per_hour):
+        raise Conflict(
+            f"max_cost_usd = {most_usd:g}: run '{run_id}' has cost {spent_usd:.2f} USD, and the rest pays for too little; "
+            "give more (tandem resume RUN_ID --max-cost USD)",
+            field="max_cost_usd",
+        )
+    _check_room(session, run.project, max(0.0, most_usd - spent_usd))
+    fresh = {"max_cost_usd": most_usd, "want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
     _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, retries_left=run.retries, **fresh)
 
 
@@ -324,7 +332,7 @@ def close(
         row = _attempt(session, attempt.id)
         until = max(row.claimed_at, row.ended_at or min(now, row.lease_until))
         if not row.ended_at and (times := cost_times(run, attempt)) is not None:  # its agent kept to them, if alone
-            until = min(until, max(times.spent_at, row.lease_until - LEASE_MS))
+            until = row.lease_until = min(until, max(times.spent_at, row.lease_until - LEASE_MS))
         session.add(
             Usage(
                 key=f"{row.id}:compute", org=row.org, run=row.run, kind="compute", began=row.claimed_at, ended=until,
