@@ -232,7 +232,7 @@ def test_a_run_that_its_costs_have_ended_is_resumed_when_it_may_cost_more(limite
     limited.now += 90_000
     limited.do(transitions.end, attempt_id=attempt.id, instance="me", ending=Ending("stopped"))
     limited.close("stopped")
-    with pytest.raises(Conflict, match=r"max_cost_usd = 0.1: run 'run_.*' has cost 0.09 USD, and the rest pays for too"):
+    with pytest.raises(Conflict, match=r"max_cost_usd = 0.1: run '.*' has cost 0.09 USD, and the rest"):
         limited.do(transitions.resume, org=limited.org, run_id=run)
     limited.do(transitions.resume, org=limited.org, run_id=run, max_cost_usd=0.2)
     limited.open()

@@ -141,13 +141,14 @@ def resume(session: Session, org: str, run_id: str, now: int, max_cost_usd: floa
     spent_usd = spent_by_run(session, [run.id]).get(run.id, 0.0)
     if not pays_for_more(most_usd - spent_usd, most_usd, run.usd_per_hour):
         raise Conflict(
-            f"max_cost_usd = {most_usd:g}: run '{run_id}' has cost {spent_usd:.2f} USD, and the rest pays for too little; "
-            "give more (tandem resume RUN_ID --max-cost USD)",
+            f"max_cost_usd = {most_usd:g}: run '{run_id}' has cost {spent_usd:.2f} USD, and the rest pays for too "
+            "little; give more (tandem resume RUN_ID --max-cost USD)",
             field="max_cost_usd",
         )
     _check_room(session, run.project, max(0.0, most_usd - spent_usd))
-    fresh = {"max_cost_usd": most_usd, "want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
-    _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, retries_left=run.retries, **fresh)
+    fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
+    fresh |= {"retries_left": run.retries, "max_cost_usd": most_usd}
+    _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, **fresh)
 
 
 # --- an agent
