@@ -303,8 +303,12 @@ def note_handle(session: Session, attempt: AttemptView, handle: Handle) -> None:
 
 def wait_for_room(session: Session, run: RunView, attempt: AttemptView, why: str, now: int) -> None:
     """Write why a job cannot be started yet. The time in which it must have been started begins again."""
-    session.execute(sa.update(_RUNS).where(_RUNS.c.id == run.id, _RUNS.c.rev == run.rev).values(why=why))
+    note_why(session, run, why)
     _set_attempt(session, attempt.id, Attempt.state == "open", at=now)
+
+
+def note_why(session: Session, run: RunView, why: str) -> None:
+    session.execute(sa.update(_RUNS).where(_RUNS.c.id == run.id, _RUNS.c.rev == run.rev).values(why=why))
 
 
 def move(session: Session, run: RunView, state: RunState, why: str, now: int) -> None:
