@@ -162,6 +162,8 @@ def test_a_budget_is_reserved_when_a_run_is_submitted(plane: Served):
     plane.submit(project="small", max_cost_usd=5)
     third = plane.ask("POST", "/api/runs", body=more)
     assert (third.status_code, third.json()["error"]["field"]) == (409, "project")
+    changed = plane.made("/api/projects", {"name": "small", "max_live_runs": 9})
+    assert (changed["budget_usd"], changed["max_live_runs"]) == (10.0, 9)
 
 
 def test_a_run_says_what_its_mirror_says_and_what_it_costs(plane: Served):

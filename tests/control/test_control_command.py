@@ -149,11 +149,13 @@ def test_a_cancel_ends_the_processes_within_ten_seconds(control: Control):
         until(lambda: client.run(run).info().state == "running", 20)
         assert control.living()
         began = time.monotonic()
-        control.run("cancel", run)
+        assert json.loads(control.run("cancel", run, "--json"))["want"] == "cancel"
         assert client.run(run).wait().state == "cancelled"
         until(lambda: not control.living(), 10)
         assert time.monotonic() - began < 10
-        assert client.run(run).resume().state == "queued"
+    control.run("resume", run, "--supervise", code=2)  # of a directory
+    resumed = json.loads(control.run("resume", run, "--max-cost", "7", "--json"))
+    assert (resumed["state"], resumed["max_cost_usd"]) == ("queued", 7.0)
 
 
 def test_a_server_that_is_killed_goes_on_where_it_was_and_no_run_is_trained_twice(control: Control):

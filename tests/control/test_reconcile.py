@@ -111,10 +111,14 @@ def test_a_silent_provider_changes_nothing(store: Store, machines: Machines):
     loop = loop_over(store, machines)
     machines.silent = True
     passes(loop, 4)
-    assert (asyncio.run(store.read(states))[0], machines.jobs) == ("starting", {})
+    waits = ("starting", "target 'box' does not answer: no route to host")
+    assert (asyncio.run(store.read(states)), machines.jobs) == (waits, {})
+    without = Reconciler(store, {}, job_of, prefix=PREFIX, clock=lambda: 1000)
+    passes(without, 1)
+    assert asyncio.run(store.read(states))[1].endswith("not answer: this server's file of targets has it no more")
     machines.silent = False
     passes(loop, 2)
-    assert len(machines.jobs) == 1
+    assert (asyncio.run(store.read(states)), len(machines.jobs)) == (("starting", ""), 1)
 
 
 def test_a_refused_launch_fails_the_run_with_the_providers_reason(store: Store, machines: Machines):

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from tandem.control import transitions
 from tandem.control.decide import LEASE_MS, AttemptView, Ending, RunView
+from tandem.control.maintenance import uncounted
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Event, Run, Usage
 from tandem.errors import Conflict, Fenced, NotKnown
@@ -219,6 +220,27 @@ def test_a_silent_agent_keeps_to_its_limit_and_is_counted_until_then(limited: Ri
     limited.close("stopped")
     newest = limited.do(lambda session, now: session.scalars(sa.select(Usage).order_by(Usage.ended.desc())).first())
     assert newest.ended - newest.began == 100_000
+    with limited.store.engine.connect() as connection:
+        assert uncounted(connection) == ""
+
+
+def test_a_run_that_its_costs_have_ended_is_resumed_when_it_may_cost_more(limited: Rig):
+    attempt = limited.attempt()
+    run = limited.live()[0].id
+    limited.now += 90_000
+    limited.do(transitions.end, attempt_id=attempt.id, instance="me", ending=Ending("stopped"))
+    limited.close("stopped")
+    with pytest.raises(Conflict, match=r"max_cost_usd = 0.1: run '.*' has cost 0.09 USD, and the rest"):
+        limited.do(transitions.resume, org=limited.org, run_id=run)
+    limited.do(transitions.resume, org=limited.org, run_id=run, max_cost_usd=0.2)
+    limited.open()
+    limited.claim()
+    assert (limited.live()[0].max_cost_usd, round(limited.live()[0].spent_usd, 9)) == (0.2, 0.09)
+    limited.now += 80_000
+    renew = partial(limited.do, transitions.renew, attempt_id=limited.attempt().id, instance="me", limit_ms=10)
+    assert renew(ticks=1) == "run"
+    limited.now += 25_000
+    assert renew(ticks=2) == "cancel"
 
 
 def test_an_attempt_that_was_never_claimed_costs_nothing(rig: Rig):

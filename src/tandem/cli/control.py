@@ -206,15 +206,21 @@ def _millis(text: str, option: str) -> int:
 @control_app.command("project")
 def control_project(
     name: Annotated[str, typer.Argument(help="Name of the project; an existing one is changed.")],
-    budget: Annotated[float, typer.Option(min=0, help="US dollars for all its runs together; 0: no limit.")] = 0.0,
-    max_live_runs: Annotated[int, typer.Option(min=0, help="Runs on their way at a time; 0: no limit.")] = 0,
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="US dollars for all its runs together; 0: no limit. Default: as before.")
+    ] = None,
+    max_live_runs: Annotated[
+        int | None, typer.Option(min=0, help="Runs on their way at a time; 0: no limit. Default: as before.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Make a project, or change its budget and its number of runs."""
     from tandem.client import Tandem
 
     with Tandem() as server:
         made = server.put_project(name, budget_usd=budget, max_live_runs=max_live_runs)
-    typer.echo(f"{made.name}: budget {made.budget_usd:g} USD, spent {made.spent_usd:.2f}, runs {made.max_live_runs}")
+    told = f"{made.name}: budget {made.budget_usd:g} USD, spent {made.spent_usd:.2f}, runs {made.max_live_runs}"
+    typer.echo(made.model_dump_json(indent=2) if as_json else told)
 
 
 @key_app.command("new")

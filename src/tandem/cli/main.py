@@ -217,12 +217,20 @@ def resume(
         list[str] | None,
         typer.Option("--set", metavar="parallel.ranks=N", help="Resume on N ranks; the result has the same bytes."),
     ] = None,
+    max_cost: Annotated[
+        float | None,
+        typer.Option(min=0, help="US dollars that a run on a control server may cost in all. Default: as before."),
+    ] = None,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Resume a run from its last checkpoint. A run that succeeded is left unchanged."""
     if is_run_id(str(run_dir)):
-        return resume_remote(str(run_dir))
+        if take_over or supervise or overrides or quiet:
+            raise typer.BadParameter("--take-over, --supervise, --set and --quiet are for run directories, not for ids")
+        return resume_remote(str(run_dir), max_cost, as_json=as_json)
+    if max_cost is not None:
+        raise typer.BadParameter("--max-cost is for the id of a run on a control server")
     ranks, view = _ranks_of(overrides or ()), view_of(quiet=quiet, as_json=as_json)
     if supervise and view is not None:
         raise typer.BadParameter("--supervise cannot be combined with --quiet or --json: its child prints the view")

@@ -105,13 +105,15 @@ def submit(
 def cancel(
     run: Annotated[str, typer.Argument(metavar="RUN_ID", help="Id of a run on a control server.")],
     save: Annotated[bool, typer.Option("--save", help="Save a checkpoint first; it can be resumed then.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Cancel a run on a control server. Its processes end within seconds."""
     from tandem.client import Tandem
 
     with Tandem() as server:
         found = server.run(run).cancel(save=save)
-    typer.echo(f"{found.id}: {found.state}" if found.ended_at else f"{found.id}: {found.state}, asked to {found.want}")
+    told = f"{found.id}: {found.state}" + ("" if found.ended_at else f", asked to {found.want}")
+    typer.echo(found.model_dump_json(indent=2) if as_json else told)
 
 
 def pull(
@@ -119,13 +121,15 @@ def pull(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Directory to write. Default: runs/RUN_ID. Again: what is new.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Copy the mirror of a run: log, metrics, samples, status, byte by byte. Weights are not in it."""
     from tandem.client import Tandem
 
     with Tandem() as server:
         done = server.run(run).pull(directory or Path("runs") / run)
-    typer.echo(f"{done.directory}: {done.files} files, {done.bytes:,} bytes new")
+    told = {"directory": str(done.directory), "files": done.files, "bytes": done.bytes}
+    typer.echo(json.dumps(told) if as_json else f"{done.directory}: {done.files} files, {done.bytes:,} bytes new")
 
 
 def logs(
@@ -273,11 +277,12 @@ def _estimate_by(server: Tandem, spec: Any, target: str, offer: OfferInfo) -> st
     )
 
 
-def resume_remote(run_id: str) -> None:
+def resume_remote(run_id: str, max_cost: float | None, *, as_json: bool) -> None:
     from tandem.client import Tandem
 
     with Tandem() as server:
-        typer.echo(f"{run_id}: {server.run(run_id).resume().state}")
+        found = server.run(run_id).resume(max_cost_usd=max_cost)
+    typer.echo(found.model_dump_json(indent=2) if as_json else f"{run_id}: {found.state}")
 
 
 def print_runs(as_json: bool) -> bool:

@@ -314,8 +314,10 @@ class ServerOperations(ABC, Generic[RunT]):
         return (yield from _ask(get("/api/projects", ProjectList))).items
 
     @operation
-    def put_project(self, name: str, *, budget_usd: float = 0.0, max_live_runs: int = 0) -> Steps[ProjectInfo]:
-        """Make a project, or change the one of this name."""
+    def put_project(
+        self, name: str, *, budget_usd: float | None = None, max_live_runs: int | None = None
+    ) -> Steps[ProjectInfo]:
+        """Make a project, or change what is given of the one of this name. 0: no limit."""
         body = requests.body(ProjectBody, name=name, budget_usd=budget_usd, max_live_runs=max_live_runs)
         return _ask(post("/api/projects", ProjectInfo, body))
 
@@ -340,8 +342,9 @@ class RunOperations:
         return _ask(post(self._path("/cancel"), RunInfo, CancelBody(save=save)))
 
     @operation
-    def resume(self) -> Steps[RunInfo]:
-        return _ask(post(self._path("/resume"), RunInfo, ResumeBody()))
+    def resume(self, *, max_cost_usd: float | None = None) -> Steps[RunInfo]:
+        """Queue it again. `max_cost_usd`: what it may cost, with what it has cost already; default: as before."""
+        return _ask(post(self._path("/resume"), RunInfo, requests.body(ResumeBody, max_cost_usd=max_cost_usd)))
 
     @operation
     def attempts(self) -> Steps[list[AttemptInfo]]:

@@ -66,6 +66,7 @@ class RunView:
     usd_per_hour: float = 0.0
     serves: bool = False
     """It is the replica of a deployment."""
+    why: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

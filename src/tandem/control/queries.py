@@ -183,7 +183,7 @@ def make_org(session: Session, name: str, now: int) -> OrgInfo:
     """Return the org of this name, with its first project; make them if there are none."""
     org = transitions.make_org(session, name, now)
     session.flush()
-    put_project(session, org, DEFAULT, 0.0, 0, now, change=False)
+    put_project(session, org, DEFAULT, None, None, now)
     return OrgInfo(id=org, name=name)
 
 
@@ -196,17 +196,17 @@ def project_of(session: Session, caller: Caller, name: str) -> str:
 
 
 def put_project(
-    session: Session, org: str, name: str, budget_usd: float, max_live_runs: int, now: int, *, change: bool = True
+    session: Session, org: str, name: str, budget_usd: float | None, max_live_runs: int | None, now: int
 ) -> str:
-    """Make a project, or change the one of this name; return its id."""
+    """Make a project, or change what is not None of the one of this name; return its id."""
     row = session.scalar(sa.select(Project).where(Project.org == org, Project.name == name))
     if row is None:
-        row = Project(
-            id=new_id("project"), org=org, at=now, name=name, budget_usd=budget_usd, max_live_runs=max_live_runs
-        )
+        row = Project(id=new_id("project"), org=org, at=now, name=name, budget_usd=0.0, max_live_runs=0)
         session.add(row)
-    elif change:
-        row.budget_usd, row.max_live_runs = budget_usd, max_live_runs
+    if budget_usd is not None:
+        row.budget_usd = budget_usd
+    if max_live_runs is not None:
+        row.max_live_runs = max_live_runs
     session.flush()
     return row.id
 

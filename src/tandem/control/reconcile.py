@@ -63,6 +63,7 @@ class Reconciler:
         names of this control plane's jobs; jobs with another are never touched. `clock`: milliseconds since 1970."""
         self._store, self._providers, self._job_of = store, providers, job_of
         self._prefix, self._clock, self._decide = prefix, clock, decide
+        self._silent: dict[str, str] = {}  # by target: why it did not list its jobs in this pass
         self._settled: set[Handle] = set()  # seen dead, and closed: not looked at again
         self._ending: dict[tuple[str, Handle], asyncio.Task[None]] = {}
         self._awake, self._launching = asyncio.Event(), asyncio.Semaphore(_LAUNCHES_AT_ONCE)
@@ -100,6 +101,8 @@ class Reconciler:
             seen = None if attempt is None else sights.get(attempt.target, {}).get(attempt.name)
             next_step = self._decide(run, attempt, seen, self._clock())
             try:
+                if attempt is not None:
+                    await self._tell_silence(run, attempt)
                 if await self._do(run, attempt, next_step):
                     stepped = True
             except Conflict as error:
@@ -122,10 +125,12 @@ class Reconciler:
     # --- what the providers see
 
     async def _list(self, target: str) -> list[Handle] | None:
+        self._silent.pop(target, None)
         try:
             return await self._providers[target].find(self._prefix)
         except (ProviderSilent, ProviderRefused) as error:
             _log.warning("%s: %s", target, error)
+            self._silent[target] = str(error)
             return None
 
     async def _look(
@@ -143,6 +148,16 @@ class Reconciler:
         return found
 
     # --- what is done
+
+    async def _tell_silence(self, run: RunView, attempt: AttemptView) -> None:
+        """Say in a run's row that it waits for a target that does not answer, and no more once it does."""
+        silent, why = f"target '{attempt.target}' does not answer", self._silent.get(attempt.target)
+        if attempt.target not in self._providers:
+            why = "this server's file of targets has it no more"
+        waits = attempt.state == "open" or (attempt.state == "claimed" and self._clock() > attempt.lease_until)
+        told = f"{silent}: {why}" if why is not None and waits else ""
+        if told != run.why and (told or run.why.startswith(silent)):
+            await self._store.write(partial(transitions.note_why, run=run, why=told))
 
     async def _do(self, run: RunView, attempt: AttemptView | None, step: Step) -> bool:
         """Do a step; return whether a row was written."""

@@ -129,15 +129,24 @@ def ask_to_end(session: Session, org: str, run_id: str, want: Literal["stop", "c
     _set_run(session, run.id, run.rev, now, "want", {"want": want}, want=want, wanted_at=now)
 
 
-def resume(session: Session, org: str, run_id: str, now: int) -> None:
-    """Queue a run again that was stopped, failed or cancelled."""
+def resume(session: Session, org: str, run_id: str, now: int, max_cost_usd: float | None = None) -> None:
+    """Queue a run again that was stopped, failed or cancelled. `max_cost_usd`: what it may cost; None: as before."""
     run = _run(session, org, run_id)
     if run.state not in ENDED or run.state == "succeeded":
         raise Conflict(f"run '{run_id}' is {run.state}; only one that stopped, failed or was cancelled can be resumed")
     check_there(session, org, run.project, run.secrets)
-    _check_room(session, run.project, max(0.0, run.max_cost_usd - spent_by_run(session, [run.id]).get(run.id, 0.0)))
+    most_usd = run.max_cost_usd if max_cost_usd is None else max_cost_usd
+    spent_usd = spent_by_run(session, [run.id]).get(run.id, 0.0)
+    if not pays_for_more(most_usd - spent_usd, most_usd, run.usd_per_hour):
+        raise Conflict(
+            f"max_cost_usd = {most_usd:g}: run '{run_id}' has cost {spent_usd:.2f} USD, and the rest pays for too "
+            "little; give more (tandem resume RUN_ID --max-cost USD)",
+            field="max_cost_usd",
+        )
+    _check_room(session, run.project, max(0.0, most_usd - spent_usd))
     fresh = {"want": "run", "wanted_at": now, "state": "queued", "why": "", "wait_until": 0, "ended_at": 0}
-    _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, retries_left=run.retries, **fresh)
+    fresh |= {"retries_left": run.retries, "max_cost_usd": most_usd}
+    _set_run(session, run.id, run.rev, now, "state", {"state": "queued"}, **fresh)
 
 
 # --- an agent
@@ -292,8 +301,12 @@ def note_handle(session: Session, attempt: AttemptView, handle: Handle) -> None:
 
 def wait_for_room(session: Session, run: RunView, attempt: AttemptView, why: str, now: int) -> None:
     """Write why a job cannot be started yet. The time in which it must have been started begins again."""
-    session.execute(sa.update(_RUNS).where(_RUNS.c.id == run.id, _RUNS.c.rev == run.rev).values(why=why))
+    note_why(session, run, why)
     _set_attempt(session, attempt.id, Attempt.state == "open", at=now)
+
+
+def note_why(session: Session, run: RunView, why: str) -> None:
+    session.execute(sa.update(_RUNS).where(_RUNS.c.id == run.id, _RUNS.c.rev == run.rev).values(why=why))
 
 
 def move(session: Session, run: RunView, state: RunState, why: str, now: int) -> None:
@@ -322,7 +335,7 @@ def close(
         row = _attempt(session, attempt.id)
         until = max(row.claimed_at, row.ended_at or min(now, row.lease_until))
         if not row.ended_at and (times := cost_times(run, attempt)) is not None:  # its agent kept to them, if alone
-            until = min(until, max(times.spent_at, row.lease_until - LEASE_MS))
+            until = row.lease_until = min(until, max(times.spent_at, row.lease_until - LEASE_MS))
         session.add(
             Usage(
                 key=f"{row.id}:compute", org=row.org, run=row.run, kind="compute", began=row.claimed_at, ended=until,

@@ -63,6 +63,9 @@ class CancelBody(Asked):
 class ResumeBody(Asked):
     """Queue a run again that stopped, failed or was cancelled."""
 
+    max_cost_usd: Usd | None = None
+    """What it may cost at most, with what it has cost already; default: as before."""
+
 
 class RunInfo(Answer):
     """A run, and what its mirrored files say of it."""
@@ -223,8 +226,9 @@ class ProjectBody(Asked):
     """A project to make, or to change if there is one of this name."""
 
     name: Name
-    budget_usd: Usd = 0.0
-    max_live_runs: int = Field(default=0, ge=0, le=10**6)
+    budget_usd: Usd | None = None
+    """0: no limit; default: as before, and no limit for a new project. The same holds for `max_live_runs`."""
+    max_live_runs: int | None = Field(default=None, ge=0, le=10**6)
 
 
 class ProjectInfo(Answer):

@@ -145,9 +145,9 @@ class RunRoutes:
         """Queue a run again that stopped, failed or was cancelled; it goes on from its last checkpoint."""
         caller = caller_of(request, "runs:write")
 
-        def change(session: Session, _: ResumeBody, now: int) -> RunInfo:
+        def change(session: Session, body: ResumeBody, now: int) -> RunInfo:
             queries.visible_run(session, caller, id)
-            transitions.resume(session, caller.org, id, now)
+            transitions.resume(session, caller.org, id, now, body.max_cost_usd)
             return queries.run_info(session, caller, id, now)
 
         return JSONResponse(await written_once(self.plane, request, ResumeBody, change), 202)
