@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from whole_way import ENVIRONMENT, SEES, Control, holds, spec_of, until
+from whole_way import ENVIRONMENT, SEES, Control, Hold, holds, spec_of, until
 
 from tandem import digest_run
 from tandem.spec.load import parse_spec, to_toml
@@ -24,18 +24,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from places import Slurm, Sshd, slurm, sshd  # pyright: ignore[reportMissingImports]
 from run_commands import here, write_spec  # pyright: ignore[reportMissingImports]
 
-STEPS = 15
+STEPS = 8
 
 
 def brought_to_its_end(home: Path, targets: str) -> dict[str, str]:
     """Submit a run to `[targets.there]`, kill the agent and the control plane, and return the run's digests."""
     control = Control(home, f'[targets.there]\ndirectory = "{home}/jobs"\ntandem = "{home}/tandem"\n{targets}')
     try:
-        run = control.submit(STEPS, "there")
-        until(lambda: control.steps(run) >= 3)
+        hold = Hold(home, 3)
+        run = control.submit(STEPS, "there", callbacks=hold.callbacks)
+        until(lambda: hold.reached(3))
         (worker,) = control.processes("--once")
         os.kill(worker, signal.SIGKILL)
         control.kill()
+        hold.release()
         control.start()
         until(lambda: control.state(run) in ("succeeded", "failed"), 200)
         told = control.ask("GET", f"/api/runs/{run}")
@@ -91,19 +93,19 @@ def test_a_run_that_slurm_preempts_goes_on_and_its_secret_is_in_the_trainers_env
     control = Control(tmp_path, f'{targets}kind = "slurm"\nconf = "{cluster.conf}"\n')
     try:
         control.ask("POST", "/api/secrets", {"name": "CANARY", "value": canary.decode()})
-        hold = tmp_path / "hold"
-        waits = f"while pathlib.Path({str(hold)!r}).exists(): await asyncio.sleep(0.05)\n        reply ="
-        (tmp_path / "sees.py").write_text("import asyncio\n" + SEES + ENVIRONMENT.replace("reply =", waits))
-        run = control.submit(STEPS, "there", ["CANARY"], environment={"name": str(tmp_path / "sees.py")})
-        until(lambda: control.steps(run) >= 3)
-        hold.touch()  # so that the run does not end before it is preempted
+        hold = Hold(tmp_path, 3)
+        (tmp_path / "sees.py").write_text(SEES + ENVIRONMENT)
+        sees = {"name": str(tmp_path / "sees.py")}
+        run = control.submit(STEPS, "there", ["CANARY"], environment=sees, callbacks=hold.callbacks)
+        until(lambda: hold.reached(3))
         found = control.look_for(canary, [run], cluster.root)
         assert any(holds(Path(f"/proc/{pid}/environ"), canary) for pid in control.processes("train"))
         (agent,) = control.processes("--once")
         assert not holds(Path(f"/proc/{agent}/environ"), canary)
         (job,) = cluster.tell("squeue", "--noheader", "--format=%i", "--states=RUNNING").split()
         cluster.tell("scancel", "--signal=TERM", "--full", job)
-        hold.unlink()
+        until(hold.was_asked_to_end)
+        hold.release()
         until(lambda: control.state(run) == "waiting")
         found += control.look_for(canary, [run], cluster.root)
         until(lambda: control.state(run) in ("succeeded", "failed"), 200)
@@ -121,28 +123,13 @@ def test_a_run_that_slurm_preempts_goes_on_and_its_secret_is_in_the_trainers_env
         control.close()
 
 
-HOLDS = """
-import pathlib, time
-
-
-class Hold:
-    def on_step(self, step):
-        here = pathlib.Path(__file__)
-        if step.version == 3:
-            here.with_suffix(".at").touch()
-            while here.with_suffix(".on").exists():
-                time.sleep(0.05)
-"""
-
-
 def test_a_run_on_two_nodes_loses_a_rank_and_ends_as_one_rank_would_and_a_cancel_ends_both_nodes(
     tmp_path: Path, cluster: Slurm
 ) -> None:
     """The other node's rank is killed in the middle of a step: the supervisor begins again, on both nodes."""
-    (tmp_path / "hold.py").write_text(HOLDS)
-    at, on = tmp_path / "hold.at", tmp_path / "hold.on"
+    hold = Hold(tmp_path, 3)
     spec = write_spec(tmp_path, steps=6)
-    raw = {**read_toml(spec), "device": "cpu", "callbacks": [f"{tmp_path}/hold.py:Hold"]}
+    raw = {**read_toml(spec), "device": "cpu", "callbacks": hold.callbacks}
     on_two = to_toml(parse_spec({**raw, "parallel": {**raw["parallel"], "ranks": 2, "hosts": 2}}))
     here("train", spec, "--run-dir", tmp_path / "alone")
     canary = f"canary-{os.urandom(8).hex()}".encode()
@@ -150,25 +137,23 @@ def test_a_run_on_two_nodes_loses_a_rank_and_ends_as_one_rank_would_and_a_cancel
     control = Control(tmp_path, f'{targets}kind = "slurm"\nconf = "{cluster.conf}"\n')
     try:
         control.ask("POST", "/api/secrets", {"name": "CANARY", "value": canary.decode()})
-        on.touch()
         body = {"spec_toml": on_two, "target": "there", "secrets": ["CANARY"]}
         run = control.ask("POST", "/api/runs", body)["id"]
-        until(at.exists, 300)
+        until(lambda: hold.reached(3), 300)
         (victim,) = ranks_of_the_other_host(control)
         assert holds(Path(f"/proc/{victim}/environ"), canary)
         assert not any(holds(Path(f"/proc/{pid}/environ"), canary) for pid in control.processes("--once"))
         os.kill(victim, signal.SIGKILL)
-        on.unlink()
+        hold.release()
         until(lambda: control.state(run) in ("succeeded", "failed"), 200)
         told = control.ask("GET", f"/api/runs/{run}")
         assert (told["state"], told["attempt"]) == ("succeeded", 1), told
         attempts = (control.directory(run) / "attempts.jsonl").read_text().splitlines()
         assert [json.loads(each).get("failure", {}).get("rule") for each in attempts] == ["rank-lost", None]
         assert digest_run(control.directory(run)) == digest_run(tmp_path / "alone")
-        at.unlink()
-        on.touch()
+        hold = Hold(tmp_path, 3)
         cancelled = control.ask("POST", "/api/runs", body)["id"]
-        until(at.exists, 300)
+        until(lambda: hold.reached(3), 300)
         assert ranks_of_the_other_host(control)
         control.ask("POST", f"/api/runs/{cancelled}/cancel", {})
         until(lambda: not control.processes(), 30)

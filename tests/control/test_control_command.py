@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from stopwatch import Stopwatch
 from tandem.client import Tandem
 
 STANDIN = Path(__file__).with_name("standin_agent.py")
@@ -146,13 +147,13 @@ def test_a_run_is_submitted_watched_left_and_pulled_byte_by_byte(control: Contro
 def test_a_cancel_ends_the_processes_within_ten_seconds(control: Control):
     run = submitted(control, "rows-1000")
     with control.client() as client:
-        until(lambda: client.run(run).info().state == "running", 20)
+        until(lambda: client.run(run).info().state == "running", 60)
         assert control.living()
-        began = time.monotonic()
-        assert json.loads(control.run("cancel", run, "--json"))["want"] == "cancel"
-        assert client.run(run).wait().state == "cancelled"
-        until(lambda: not control.living(), 10)
-        assert time.monotonic() - began < 10
+        with Stopwatch() as watch:
+            assert json.loads(control.run("cancel", run, "--json"))["want"] == "cancel"
+            assert client.run(run).wait().state == "cancelled"
+            until(lambda: not control.living(), 30)
+        assert watch.seconds < 10
     control.run("resume", run, "--supervise", code=2)  # of a directory
     resumed = json.loads(control.run("resume", run, "--max-cost", "7", "--json"))
     assert (resumed["state"], resumed["max_cost_usd"]) == ("queued", 7.0)

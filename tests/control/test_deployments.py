@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import openai.types.chat
@@ -28,16 +29,32 @@ from tandem.io import sealed_directory
 from tandem.shapes.deployments import RevisionInfo
 
 
-@pytest.fixture
-def control(tmp_path: Path) -> Iterator[Control]:
-    started = Control(tmp_path)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+    started = Control(tmp_path_factory.mktemp("control"))
     yield started
     started.close()
 
 
-def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.MonkeyPatch):
-    run = control.submit(3)
+@pytest.fixture
+def control(shared: Control) -> Control:
+    """One for all tests; each begins when the replicas of the one before have ended."""
+    until(lambda: not shared.processes("serve"), 60)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def run(shared: Control) -> str:
+    return trained(shared, 3)
+
+
+def trained(control: Control, steps: int, **more: Any) -> str:
+    run = control.submit(steps, **more)
     until(lambda: control.state(run) == "succeeded", 240)
+    return run
+
+
+def test_two_checkpoints_behind_a_name(control: Control, run: str, monkeypatch: pytest.MonkeyPatch):
     url = f"http://127.0.0.1:{control.port}"
     monkeypatch.setenv("TANDEM_CONTROL", url)
     monkeypatch.setenv("TANDEM_CONTROL_KEY", control.token)
@@ -135,10 +152,8 @@ def test_two_checkpoints_behind_a_name(control: Control, monkeypatch: pytest.Mon
 
 
 def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_request(
-    control: Control, monkeypatch: pytest.MonkeyPatch
+    control: Control, run: str, monkeypatch: pytest.MonkeyPatch
 ):
-    run = control.submit(1)
-    until(lambda: control.state(run) == "succeeded", 240)
     url = f"http://127.0.0.1:{control.port}"
     monkeypatch.setenv("TANDEM_CONTROL", url)
     monkeypatch.setenv("TANDEM_CONTROL_KEY", control.token)
@@ -159,7 +174,7 @@ def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_re
         def revision() -> RevisionInfo:
             return server.deployment("support").revisions[0]
 
-        told("deploy", f"{run}@1", "--name", "support", "--feedback", "--keep-s", "3")
+        told("deploy", f"{run}@2", "--name", "support", "--feedback", "--keep-s", "3")
         ids = [chat() for _ in range(3)]
         for id, value in zip(ids, (True, True, False), strict=True):
             ask.post("/feedback", cast_to=object, body={"id": id, "value": value})
@@ -177,9 +192,9 @@ def test_a_replica_takes_thumbs_sleeps_when_it_is_idle_and_wakes_for_the_next_re
         assert (revision().feedback.count, round(revision().feedback.mean, 3)) == (3, 0.333)
         for share in ("5", "0", "-1%", "x", "100%"):
             assert (
-                CliRunner().invoke(app, ["deploy", f"{run}@1", "--name", "support", "--canary", share]).exit_code == 2
+                CliRunner().invoke(app, ["deploy", f"{run}@2", "--name", "support", "--canary", share]).exit_code == 2
             )
-        told("deploy", f"{run}@1", "--name", "support", "--canary", "50%")
+        told("deploy", f"{run}@2", "--name", "support", "--canary", "50%")
         assert "canary 50 %" in told("deployments", "support")
         told("undeploy", "support")
         until(lambda: not control.processes(), 60)  # also none of the replica that was about to start
@@ -237,8 +252,7 @@ def a_canary_that_fails_is_rolled_back_by_itself(server: Tandem, ask: openai.Ope
 def test_adapters_of_one_run_are_served_by_one_process_and_promoted_within_seconds(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):
-    run = control.submit(2, model={"preset": "tiny", "lora": {"rank": 4}})
-    until(lambda: control.state(run) == "succeeded", 240)
+    run = trained(control, 2, model={"preset": "tiny", "lora": {"rank": 4}})
     url = f"http://127.0.0.1:{control.port}"
     ask = openai.OpenAI(base_url=f"{url}/v1", api_key=control.key("chat"), max_retries=8)
 

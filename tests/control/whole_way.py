@@ -47,8 +47,10 @@ class Hold:
     def __init__(self, home: Path, step: int) -> None:
         """They get to the end of this step, of which no metrics are written yet, and stay there."""
         self._code, self._at, self._on = home / "hold.py", home / "hold.at", home / "hold.on"
+        self._asked = home / "hold.asked"
         self._code.write_text(HOLDS)
-        self._at.unlink(missing_ok=True)
+        for each in (self._at, self._asked):
+            each.unlink(missing_ok=True)
         self.callbacks = [f"{self._code}:Hold"]
         self.at(step)
 
@@ -60,23 +62,30 @@ class Hold:
     def reached(self, step: int) -> bool:
         return self._at.exists() and self._at.read_text() == str(step)
 
+    def was_asked_to_end(self) -> bool:
+        """Whether SIGTERM came to a trainer that is held."""
+        return self._asked.exists()
+
     def release(self) -> None:
         self._on.unlink()
 
 
 HOLDS = """
-import os, pathlib, time
+import os, pathlib, signal, time
 
-AT, ON = (pathlib.Path(__file__).with_suffix(end) for end in (".at", ".on"))
+AT, ON, ASKED = (pathlib.Path(__file__).with_suffix(end) for end in (".at", ".on", ".asked"))
 
 
 class Hold:
     def on_step(self, step):
+        ends = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *told: (ASKED.touch(), ends(*told)))
         while (limit := allowed()) is not None and step.version >= limit:
             written = AT.with_suffix(f".{os.getpid()}")
             written.write_text(str(step.version))
             written.replace(AT)
             time.sleep(0.02)
+        signal.signal(signal.SIGTERM, ends)
 
 
 def allowed():

@@ -50,7 +50,7 @@ def spec(place: Path, reward: str, steps: int, lr: float) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, forked_programs: None) -> Path:
     """A, a better B, and one that failed."""
     home, found = tmp_path_factory.mktemp("specs"), tmp_path_factory.mktemp("runs")
     (home / "score.py").write_text(SCORE)

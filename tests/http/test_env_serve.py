@@ -23,9 +23,10 @@ from engine_served import FakeEngine, engine_serving
 
 from tandem.errors import Conflict, GroupRefused, NotKnown, SpecError, StoreError, StoreTimeout
 from tandem.recipes.environment_client import _short
+from tandem.rollout.queue.types import RegisteredEnvironment
 from tandem.rollout.queue.validation import check_name
 from tandem.rollout.remote.client import ServiceClient
-from tandem.rollout.remote.environment_store import EnvironmentRegistration, TicketStore
+from tandem.rollout.remote.environment_store import TicketStore
 from tandem.rollout.wire import codec
 from tandem.spec.environment import HttpJudgeSpec, NoJudge
 from tandem.spec.load import parse_judge
@@ -347,7 +348,7 @@ def service(path: str, count: int) -> tuple[int, dict[str, Any]]:
 
 def test_a_seat_that_is_not_known_any_more_is_taken_anew(tmp_path: Path):
     async def use(client: ServiceClient) -> list[Ticket]:
-        store = TicketStore(client, EnvironmentRegistration("env"), most_under_way=4)
+        store = TicketStore(client, RegisteredEnvironment("env"), most_under_way=4)
         tickets = [await store.admit(), await store.admit()]
         await store.put(tickets[0], GROUP)
         await store.drop(tickets[1], "hung")
@@ -369,7 +370,7 @@ def test_whoever_waits_says_what_for_and_says_it_once(tmp_path: Path, caplog: py
         return 200, {"id": 0, "name": "e", "tickets": [count]}
 
     async def use(client: ServiceClient) -> Ticket:
-        return await TicketStore(client, EnvironmentRegistration("env", min_share=0.9), most_under_way=1).admit()
+        return await TicketStore(client, RegisteredEnvironment("env", min_share=0.9), most_under_way=1).admit()
 
     with caplog.at_level("WARNING"):
         ticket, _ = scripted(tmp_path, full, use)
@@ -409,7 +410,7 @@ def test_a_producer_that_is_cancelled_loses_no_ticket(tmp_path: Path):
         return 200, {"id": 0, "name": "e", "tickets": [count]}
 
     async def use(client: ServiceClient) -> Ticket:
-        store = TicketStore(client, EnvironmentRegistration("env"), most_under_way=1)
+        store = TicketStore(client, RegisteredEnvironment("env"), most_under_way=1)
         ticket = await store.admit()
         for cancelled in (store.put(ticket, GROUP), store.admit()):
             answers.clear()
@@ -453,7 +454,7 @@ def traj(**more: Any) -> Trajectory:
 )
 def test_a_group_that_cannot_be_sent_gives_its_ticket_back(tmp_path: Path, unsendable: Trajectory):
     async def use(client: ServiceClient) -> TicketStore:
-        store = TicketStore(client, EnvironmentRegistration("env"), most_under_way=1)
+        store = TicketStore(client, RegisteredEnvironment("env"), most_under_way=1)
         await store.put(await store.admit(), [unsendable])
         await store.put(await store.admit(), GROUP)  # there is room again
         return store
@@ -469,7 +470,7 @@ def test_the_ticket_of_a_group_that_the_service_refuses_is_given_back(tmp_path: 
         return (422, {}) if path.startswith("/v2/groups") else service(path, count)
 
     async def use(client: ServiceClient) -> TicketStore:
-        store = TicketStore(client, EnvironmentRegistration("env"), most_under_way=1)
+        store = TicketStore(client, RegisteredEnvironment("env"), most_under_way=1)
         await store.put(await store.admit(), GROUP)
         return store
 

@@ -14,6 +14,7 @@ import pytest
 from run_commands import ENVIRONMENT, TANDEM, here, ranks, train, write_spec
 
 import tandem
+from stopwatch import Stopwatch
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
@@ -59,11 +60,11 @@ def test_a_rank_that_dies_ends_the_run_by_name_and_it_resumes_to_the_same_bytes(
     try:
         (victim,) = others(run)
         os.kill(victim, sent)
-        started = time.monotonic()
-        out, _ = process.communicate(timeout=60)
+        with Stopwatch() as watch:
+            out, _ = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert time.monotonic() - started < 6 + 30
+    assert watch.seconds < 6 + 30
     assert process.returncode == 6, "by the class of the failure"
     assert "rank 1 on host" in out
     assert says in out

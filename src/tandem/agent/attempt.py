@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tandem.agent.execution import KILL_S, Limits, boot_id, remember, remembered
+from tandem.agent.execution import KILL_S, CostDeadlines, boot_id, remember, remembered
 from tandem.agent.link import PATIENCE_S, Link
 from tandem.agent.packages import with_packages
 from tandem.agent.shipping import Shipper
@@ -72,7 +72,7 @@ class Agent:
     comes back finds that the job has ended, and starts another."""
     _wanted: Literal["run", "stop", "cancel"] = "run"
     """By the control plane."""
-    _limits: Limits = field(default_factory=Limits)
+    _limits: CostDeadlines = field(default_factory=CostDeadlines)
     _asked: bool = False
     """The machine asked this process to end."""
     _told: bool = False
@@ -242,7 +242,7 @@ class Agent:
                 since = time.monotonic()
             elif time.monotonic() - since > self.claim_s:
                 raise Fenced(f"no control plane has answered the claim for {self.claim_s:g} s, and no trainer runs")
-        self._limits = Limits.from_now_on(claimed.limits)
+        self._limits = CostDeadlines.from_now_on(claimed.limits)
         remember(self.home, self._instance, self._limits)
         return claimed
 

@@ -27,7 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CostDeadlines:
     """On the monotonic clock, which all processes of one boot share."""
 
     stop_at: float = math.inf
@@ -36,7 +36,7 @@ class Limits:
     """When the agent begins to leave the machine."""
 
     @classmethod
-    def from_now_on(cls, told: CostLimits | None) -> Limits:
+    def from_now_on(cls, told: CostLimits | None) -> CostDeadlines:
         now = time.monotonic()
         return cls() if told is None else cls(now + told.stop_s, now + told.cancel_s, now + told.spent_s - LEAVES_S)
 
@@ -58,21 +58,21 @@ class Limits:
         return min([most_s, *(max(_LEAST_S, at - now) for at in due if at > now)])
 
 
-def remember(home: Path, instance: str, limits: Limits) -> None:
-    known = {"limits": asdict(limits)} if limits != Limits() else {}
+def remember(home: Path, instance: str, limits: CostDeadlines) -> None:
+    known = {"limits": asdict(limits)} if limits != CostDeadlines() else {}
     atomic_write.write_json(home / _FILE, {"instance": instance, "boot_id": boot_id(), **known})
 
 
-def remembered(home: Path) -> tuple[str, Limits]:
+def remembered(home: Path) -> tuple[str, CostDeadlines]:
     """Return the execution's name and its limits, as an agent before wrote them on this boot; an empty name if none
     did."""
     try:
         told = cast("dict[str, Any]", read_json(home / _FILE))
         if told["boot_id"] != boot_id():
-            return "", Limits()
-        return str(told["instance"]), Limits(**told.get("limits", {}))
+            return "", CostDeadlines()
+        return str(told["instance"]), CostDeadlines(**told.get("limits", {}))
     except (OSError, ValueError, KeyError, TypeError):
-        return "", Limits()
+        return "", CostDeadlines()
 
 
 def instance_of(home: Path) -> str:

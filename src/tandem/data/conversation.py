@@ -25,15 +25,21 @@ class BadRow(ValueError):
     """A row cannot be used. Rows with the same fault have the same text, so that reasons can be counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages that end with an assistant turn, and their source."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromSource:
+    """Where something was read."""
 
-    messages: tuple[Message, ...]
     row: int
     """The line of a file, or the position in a data set; the first is 1."""
     source: str = ""
     """The file or data set that `row` counts in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation(FromSource):
+    """Messages that end with an assistant turn, and their source."""
+
+    messages: tuple[Message, ...]
 
     @property
     def key(self) -> tuple[Message, ...]:

@@ -59,7 +59,7 @@ class RowFormat(Generic[R]):
 CONVERSATIONS = RowFormat(
     "conversation",
     tuple(SHAPES),
-    lambda row, number, source: Conversation(parse_row(row), number, source),
+    lambda row, number, source: Conversation(parse_row(row), row=number, source=source),
     lambda row: SHAPES[shape_of(row)],
     '{ prompt = "question", completion = "answer" }',
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from tandem.data.conversation import BadRow, as_object, check_text, said_by
+from tandem.data.conversation import BadRow, FromSource, as_object, check_text, said_by
 from tandem.data.load import DataSplit, RowFormat, load
 from tandem.spec.data import DatasetData, FileData
 from tandem.types import Message
@@ -16,17 +16,13 @@ PAIR = ("prompt", "chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(FromSource):
     """A prompt, which is the common beginning of two conversations, and two answers. Both begin and end with the
     assistant."""
 
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
-    row: int
-    """The line of a file, or the position in a data set; the first is 1."""
-    source: str = ""
-    """The file or data set that `row` counts in."""
 
     @property
     def key(self) -> tuple[Message, ...]:
@@ -86,7 +82,7 @@ def _of_field(name: str, value: object, role: str) -> tuple[Message, ...]:
 PAIRS = RowFormat(
     "pair",
     (PAIR,),
-    lambda row, number, source: Pair(*parse_pair(row), number, source),
+    lambda row, number, source: Pair(*parse_pair(row), row=number, source=source),
     lambda row: "chosen and rejected" if row.get("prompt") is None else "prompt, chosen and rejected",
     '{ prompt = "question", chosen = "better", rejected = "worse" }',
 )

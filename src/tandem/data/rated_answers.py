@@ -13,6 +13,7 @@ from tandem.data.conversation import (
     SHAPES,
     SHAREGPT,
     BadRow,
+    FromSource,
     as_object,
     parse_row,
     said_by,
@@ -38,15 +39,11 @@ class RatedAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Rated:
+class Rated(FromSource):
     """A prompt, and an answer with its label. A pair of answers is both: the chosen one is good, the rejected bad."""
 
     prompt: tuple[Message, ...]
     answers: tuple[RatedAnswer, ...]
-    row: int
-    """The line of a file, or the position in a data set; the first is 1."""
-    source: str = ""
-    """The file or data set that `row` counts in."""
 
     @property
     def key(self) -> tuple[Message, ...]:
@@ -100,7 +97,7 @@ def _named(row: Mapping[Any, Any]) -> str:
 RATED = RowFormat(
     "answer",
     (*((*shape, *LABELS) for shape in (CHAT, SHAREGPT, PROMPT_COMPLETION, ALPACA)), PAIR),
-    lambda row, number, source: Rated(*parse_rated(row), number, source),
+    lambda row, number, source: Rated(*parse_rated(row), row=number, source=source),
     _named,
     '{ prompt = "question", completion = "answer", label = "thumb" }',
 )

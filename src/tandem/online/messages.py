@@ -252,10 +252,6 @@ def to_wire(trajectory: Trajectory) -> Sequence1:
     )
 
 
-def groups_to_wire(groups: Sequence[Group]) -> list[list[Sequence1]]:
-    return [[to_wire(each) for each in group] for group in groups]
-
-
 def from_wire(message: Sequence1, name: str) -> Trajectory:
     count = len(message.ids)
     trained = [False] * message.first + [flag == "1" for flag in message.trained]

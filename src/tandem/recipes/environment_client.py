@@ -20,8 +20,9 @@ from tandem.recipes.packages import ready_packages
 from tandem.recipes.serve import find_model
 from tandem.rollout.episode import Setting
 from tandem.rollout.producer import EnvironmentProducer
+from tandem.rollout.queue.types import RegisteredEnvironment
 from tandem.rollout.remote.client import ServiceClient
-from tandem.rollout.remote.environment_store import EnvironmentRegistration, TicketStore
+from tandem.rollout.remote.environment_store import TicketStore
 from tandem.spec.environment import EnvironmentSpec, JudgeSpec, NoJudge
 from tandem.spec.load import plain_message
 from tandem.types import Sampling
@@ -86,7 +87,7 @@ def serve_environment(
             episode_timeout_s, judge=judge_model(spec.judge, alone.engine, alone.renderer, alone.context),
             retries=1 if spec.workers else 0,
         )  # fmt: skip
-        registration = EnvironmentRegistration(
+        registration = RegisteredEnvironment(
             _short(spec.name), weight, min_share, group_size, tokenizer=alone.renderer.fingerprint
         )
         asyncio.run(_until_stopped(setting, client, registration, most_groups, seed, max_failed_share))
@@ -105,7 +106,7 @@ def _short(name: str) -> str:
 async def _until_stopped(
     setting: Setting,
     client: ServiceClient,
-    registration: EnvironmentRegistration,
+    registration: RegisteredEnvironment,
     most_groups: int,
     seed: int,
     max_failed_share: float,

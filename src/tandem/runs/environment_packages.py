@@ -194,12 +194,6 @@ def _place(wanted: PackageName, content: WheelContent) -> str:
 # --- what a run has kept
 
 
-def names_kept(directory: Path) -> str:
-    """Return, in a line, which packages a directory keeps."""
-    packages = cast("list[dict[str, str]]", _pins(directory)["packages"])
-    return ", ".join(f"{each['name']} {each['version']} (sha256 {each['sha256'][:12]})" for each in packages)
-
-
 def install_kept(directory: Path, names: Sequence[str]) -> InstalledPackages:
     """Install what `keep_packages` wrote, for workers in a sandbox. SpecError if a wheel is not the pinned one, or if a
     name is not among the pins."""

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tandem.data.conversation import (
     BadRow,
+    FromSource,
     as_object,
     check_text,
     instruction,
@@ -30,17 +31,13 @@ _DATA: TypeAdapter[FileData | DatasetData] = TypeAdapter(RecordedData)
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRow:
+class PromptRow(FromSource):
     """A prompt, and the row that it comes from."""
 
     messages: tuple[Message, ...]
     prompt: str | tuple[Message, ...]
     """As the row has it: a text, or messages."""
     columns: Mapping[str, Any]
-    row: int
-    """The line of a file, or the position in a data set; the first is 1."""
-    source: str = ""
-    """The file or data set that `row` counts in."""
 
     @property
     def key(self) -> tuple[Message, ...]:
@@ -74,7 +71,7 @@ def load_prompts(spec: FileData | DatasetData, system: str) -> DataSplit[PromptR
         check_text(messages)
         prompt = columns.get("prompt")
         said = prompt if isinstance(prompt, str) else messages if _is_chat(columns) else _text_of(messages)
-        return PromptRow(messages, said, _with_answer(columns), number, source)
+        return PromptRow(messages, said, _with_answer(columns), row=number, source=source)
 
     def named(row: Mapping[Any, Any]) -> str:
         return f"prompts (column {column_of(row)})"

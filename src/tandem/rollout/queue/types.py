@@ -68,6 +68,8 @@ class TrainerHandle:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredEnvironment:
+    """How an environment registers."""
+
     name: str
     weight: float = 1.0
     """Its share of the trained groups, relative to the weights of the other environments."""
@@ -79,6 +81,7 @@ class RegisteredEnvironment:
     lapse_s: float = 300.0
     """After so long without a call its tickets lapse and its share goes to the others, until its next call."""
     tokenizer: str = ""
+    """Fingerprint of its tokenizer; the service refuses one that differs from the trainer's."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Coroutine
+from dataclasses import asdict
 from typing import Any
 
 from tandem.errors import Conflict, GroupRefused, NotKnown
+from tandem.rollout.queue.types import RegisteredEnvironment
 from tandem.rollout.remote.client import ServiceClient
 from tandem.rollout.wire import codec
 from tandem.types import Group, Ticket
@@ -24,23 +25,10 @@ _POLL_S, _AGAIN_S = 20.0, 1.0
 _NOT_ENCODED = (OverflowError, RecursionError, TypeError, ValueError)  # errors of values that cannot be encoded
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentRegistration:
-    """How the environment registers."""
-
-    name: str
-    weight: float = 1.0
-    min_share: float = 0.0
-    group_size: int = 0
-    lapse_s: float = 300.0
-    tokenizer: str = ""
-    """Fingerprint of its tokenizer; the service refuses one that differs from the trainer's."""
-
-
 class TicketStore:
     """The environment's part of a RolloutStore: admit, put, drop."""
 
-    def __init__(self, client: ServiceClient, registration: EnvironmentRegistration, *, most_under_way: int) -> None:
+    def __init__(self, client: ServiceClient, registration: RegisteredEnvironment, *, most_under_way: int) -> None:
         self._client, self._registration = client, registration
         self._room = asyncio.Semaphore(most_under_way)
         self._in_progress: dict[int, int] = {}
@@ -143,13 +131,8 @@ class TicketStore:
     async def _registered(self) -> int:
         async with self._registering:
             while self._environment_id is None:
-                body: Mapping[str, Any] = {
-                    "name": self._registration.name, "weight": self._registration.weight,
-                    "min_share": self._registration.min_share, "group_size": self._registration.group_size,
-                    "lapse_s": self._registration.lapse_s, "tokenizer": self._registration.tokenizer,
-                }  # fmt: skip
                 try:
-                    reply = await self._client.post("/v2/environments", body)
+                    reply = await self._client.post("/v2/environments", asdict(self._registration))
                 except Conflict as error:
                     await self._wait(error)
                     continue
