@@ -34,7 +34,7 @@ from typing import Any
 
 import tandem
 from common import note, table
-from control_cancels import MUST_S, cancelled
+from control_cancels import cancelled
 from crew_kills import until
 from run_kills import ENVIRONMENT, cases
 from tandem.control.maintenance import doctor
@@ -137,9 +137,8 @@ class Upgrade:
         self.files[0].unlink()
         use(self.old)
         took_s = {target: cancelled(plane, target, LONG, "trains") for target in TARGETS}
-        must = ", ".join(f"{target} ≤ {MUST_S[target]:g} s" for target in TARGETS)
-        found = ", ".join(f"{seconds:.1f} s" for seconds in took_s.values())
-        self._must("runs of machines with the older release, cancelled", must, found, good=True)  # it has looked
+        found = ", ".join(f"{seconds:.0f} s" for seconds in took_s.values())
+        self._must("runs of machines with the older release that were cancelled, gone after", "", found)
         more = [plane.submit_one(target, SHORT) for target in TARGETS]
         self._wait()
         self._must("runs of machines with the older release", "3 succeeded", self._succeeded(more))
