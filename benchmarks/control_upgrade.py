@@ -36,13 +36,23 @@ import tandem
 from common import note, table
 from control_cancels import cancelled
 from crew_kills import until
-from run_kills import ENVIRONMENT, cases
+from run_kills import cases
 from tandem.control.maintenance import doctor
 from three_targets import TARGETS, ThreeTargets, alone
 
 SRC = Path(tandem.__file__).parents[1]
 MIGRATIONS = "src/tandem/control/migrations/versions"
-WAITS = ("reply = await", "{word} Path({file!r}).exists():\n            await asyncio.sleep(3)\n        reply = await")
+WAITS = """
+import time
+from pathlib import Path
+
+
+class Wait:
+    def on_step(self, step):
+        {word} Path({file!r}).exists():
+            time.sleep(4)
+"""
+"""A callback, and not an environment that waits: which answers are made together must not depend on it."""
 LONG, HELD, SHORT = "long", "held", "short"
 END_S = 900.0
 
@@ -68,12 +78,11 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def kinds_of(home: Path, steps: int) -> dict[str, dict[str, Any]]:
-    """Return the specs. While there is a file of its name, `held` waits, and `long` takes 3 s a step."""
+    """Return the specs. While there is a file of its name, `held` waits, and `long` takes 4 s a step."""
     short, kinds = cases(home, 3), dict[str, dict[str, Any]]()
     for kind, word, spec in ((LONG, "if", cases(home, steps)["GRPO"]), (HELD, "while", short["GRPO"])):
-        code = ENVIRONMENT.replace(WAITS[0], WAITS[1].format(word=word, file=str(home / kind)))
-        (home / f"{kind}.py").write_text(f"import asyncio\nfrom pathlib import Path\n{code}")
-        kinds[kind] = {**spec, "environment": {"name": str(home / f"{kind}.py")}}
+        (home / f"{kind}.py").write_text(WAITS.format(word=word, file=str(home / kind)))
+        kinds[kind] = {**spec, "callbacks": [f"{home / kind}.py:Wait"]}
     return {**kinds, SHORT: short["SFT"]}
 
 
@@ -254,11 +263,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", default="", help="commit of the older release; default: before the newest migration")
     parser.add_argument("--database", choices=("postgresql", "sqlite"), help="default: both, one after the other")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a run that trains all the time")
+    parser.add_argument("--steps", type=int, default=30, help="steps of a run that trains all the time")
     asked = parser.parse_args()
     asked.old = asked.old or release_before()
     began, problems, seen = time.monotonic(), 0, dict[str, dict[str, tuple[str, str]]]()
-    for database in [asked.database] if asked.database else ["sqlite", "postgresql"]:
+    for database in [asked.database] if asked.database else ["postgresql", "sqlite"]:
         home = Path(tempfile.mkdtemp(prefix="control-upgrade-"))
         upgrade = Upgrade(home, database, asked)
         try:
