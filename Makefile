@@ -159,7 +159,7 @@ control-budget: install
 control-upgrade: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python benchmarks/control_upgrade.py
 
-# From `tandem cancel` to a run's last process, 120 times; half an hour, with `make install-system`. Exit code 1 if one is late.
+# From `tandem cancel` to a run's last process, 48 times; ten minutes, with `make install-system`. Exit code 1 if one is late.
 control-cancels: install
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python benchmarks/control_cancels.py
 

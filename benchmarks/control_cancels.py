@@ -73,8 +73,8 @@ def seconds_until_gone(plane: ThreeTargets, run: str) -> float:
         time.sleep(0.02)
     took_s = time.monotonic() - began
     plane.network.cut(0, breaks=False)
-    if pids or took_s > MUST_S[target]:
-        plane.problem(f"{run} on {target}: after {took_s:.1f} s there are {pids}; it took too long")
+    if pids:
+        plane.problem(f"{run} on {target}: after {took_s:.0f} s there are {pids}")
     if asked.wait() or not until(lambda: plane.state(run) == "cancelled", 60):
         plane.problem(f"{run} on {target}: `tandem cancel` ended with {asked.wait()}, the run is {plane.state(run)}")
     time.sleep(1.5)
@@ -87,7 +87,7 @@ def seconds_until_gone(plane: ThreeTargets, run: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=10, help="cancels of each kind on each target")
+    parser.add_argument("--times", type=int, default=10, help="cancels on each target while it trains; else a fifth")
     parser.add_argument("--database", choices=("postgresql", "sqlite"), default="postgresql")
     asked = parser.parse_args()
     began, home = time.monotonic(), Path(tempfile.mkdtemp(prefix="control-cancels-"))
@@ -96,7 +96,7 @@ def main() -> None:
     plane = ThreeTargets(home, asked.database, specs, {})
     try:
         for number in range(asked.times):
-            for when in WHILE:
+            for when in WHILE if number % 5 == 0 else ("trains",):
                 for target in TARGETS:
                     kind = list(specs)[number % len(specs)]
                     took_s[when, target].append(cancelled(plane, target, kind, when))
@@ -106,6 +106,8 @@ def main() -> None:
     for (when, target), found in took_s.items():
         figures = (f"{each:.1f} s" for each in (min(found), statistics.median(found), max(found)))
         rows.append([target, when, str(len(found)), *figures, f"≤ {MUST_S[target]:g} s"])
+        if max(found) > MUST_S[target]:
+            plane.problem(f"{target}, while it {when}: {max(found):.1f} s")
     table(["target", "the run", "cancels", "least", "median", "most", "must be"], rows)
     note(f"{asked.database}, load {os.getloadavg()[0]:.0f}: from the command to the run's last process, "
          f"{len(plane.problems)} problems, must be 0; {time.monotonic() - began:.0f} s")  # fmt: skip

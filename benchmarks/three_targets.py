@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from kept_servers import Network, kill
 from run_kills import digest_or_error
 
@@ -24,7 +26,6 @@ from whole_way import Control, not_mirrored
 
 from tandem import digest_run
 from tandem.client import Tandem
-from tandem.spec.load import parse_spec, to_toml
 
 TARGETS = ("local", "ssh", "slurm")
 ENDED = ("succeeded", "failed", "stopped", "cancelled")
@@ -162,7 +163,7 @@ def alone(home: Path, specs: dict[str, dict[str, Any]]) -> dict[str, dict[str, s
     """Return the digests of each kind of run as the command alone makes it."""
     found: dict[str, dict[str, str]] = {}
     for kind, spec in specs.items():
-        (home / f"{kind}.toml").write_text(to_toml(parse_spec(spec)))
+        (home / f"{kind}.toml").write_text(tomli_w.dumps(spec))
         command = [sys.executable, "-P", "-m", "tandem", "train", f"{kind}.toml", "--run-dir", f"alone-{kind}"]
         subprocess.run(command, cwd=home, check=True, capture_output=True)
         found[kind] = digest_run(home / f"alone-{kind}")

@@ -235,7 +235,8 @@ def _claimed(run: RunView, attempt: AttemptView, sights: Sequence[Sight] | None,
     lapsed = now > attempt.lease_until
     gone = sights is not None and not _alive(sights)
     if want != "run":
-        if gone and (sights or lapsed):
+        given_up = sights is None and lapsed and want == "cancel"  # its target may never answer again
+        if (gone and (sights or lapsed)) or given_up:
             return Close(_as_wanted(run.want), _cost_reached(run, want))
         told = want == "stop" or attempt.lease_until - LEASE_MS >= since
         return _end_jobs(sights) if now - since > (GRACE_MS[want] if told else SILENT_MS) else Rest()
