@@ -141,6 +141,7 @@ def test_a_run_is_submitted_watched_left_and_pulled_byte_by_byte(control: Contro
     assert "succeeded, ended" in control.run("watch", run.group(), "--once")
     assert control.run("logs", run.group()).endswith("step 8\n")
     assert json.loads(control.run("runs", "--json"))[0]["verdict"] == "improved"
+    assert [each["target"] for each in json.loads(control.run("targets", "--server", "--json"))] == ["here"]
     assert "8/8" in control.run("top", "--once")
 
 

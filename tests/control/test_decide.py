@@ -90,6 +90,9 @@ CASES: dict[str, tuple[RunView, AttemptView | None, Sequence[Sight] | None, Step
     "a lease alone ends nothing": (RUNNING, LAPSED, seen("running"), Rest()),
     "an unknown job ends nothing": (RUNNING, LAPSED, seen("unknown"), Rest()),
     "a silent provider ends nothing": (RUNNING, LAPSED, None, Rest()),
+    "but no cancel waits for it beyond the lease": (asked(RUNNING, "cancel"), LAPSED, None, Close("cancelled")),
+    "before that it does": (asked(RUNNING, "cancel"), CLAIMED, None, Rest()),
+    "a stop waits for it": (asked(RUNNING, "stop"), LAPSED, None, Rest()),
     "one of two jobs lives": (RUNNING, LAPSED, seen("ended", "running"), Rest()),
     "the lease has run out and no job is alive": (
         RUNNING, LAPSED, seen("gone"), Close("waiting", "its machine ended it, and its lease ran out: gone", 5000),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tandem.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from tandem.recipes.targets import TargetOffers
 
 
 def targets(
@@ -21,13 +24,20 @@ def targets(
         Path | None,
         typer.Option(help="Default: ~/.config/tandem/targets.toml; if there is none, this machine."),
     ] = None,
+    server: Annotated[
+        bool, typer.Option("--server", help="Those of the control server, which `tandem submit --target` takes.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List what each target offers now, its price, and why not. Starts nothing. Exit code 1: no target fits."""
+    from tandem.errors import SpecError
     from tandem.recipes.targets import list_targets
     from tandem.types import Need
 
-    found = list_targets(Need(gpus=gpus, gpu=gpu, gpu_memory_gib=gpu_memory_gib, hosts=hosts), file=file)
+    need = Need(gpus=gpus, gpu=gpu, gpu_memory_gib=gpu_memory_gib, hosts=hosts)
+    if server and (file is not None or need != Need()):
+        raise SpecError("--server: lists all targets of the server as they are; leave the other options out")
+    found = _of_server() if server else list_targets(need, file=file)
     if as_json:
         typer.echo(json.dumps([asdict(each) for each in found], indent=2))
     for each in () if as_json else found:
@@ -43,3 +53,15 @@ def targets(
             typer.echo(f"{each.target}  {each.kind}  {place}  {cards}{memory}{size}  {price}  {state}")
     if not any(offer.fits for each in found for offer in each.offers):
         raise typer.Exit(1)
+
+
+def _of_server() -> list[TargetOffers]:
+    from tandem.client import Tandem
+    from tandem.recipes.targets import TargetOffers
+    from tandem.types import Offer
+
+    with Tandem() as client:
+        return [
+            TargetOffers(each.name, each.kind, [Offer(**offer.model_dump()) for offer in each.offers], each.error)
+            for each in client.targets()
+        ]
