@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -193,3 +194,14 @@ def test_what_vllm_cannot_shape_is_refused_in_words(served: Served, asked: dict[
     assert told.status_code in (400, 422)
     assert words in told.json()["error"]["message"]
     assert served.chat().status_code == 200
+
+
+def test_a_server_whose_vllm_was_killed_ends_so_that_it_is_started_again(served: Served):
+    vllm = child_of(child_of(served.process.pid))  # the one between them is its leash
+    os.kill(vllm, signal.SIGKILL)
+    assert served.process.wait(60) == 1
+
+
+def child_of(pid: int) -> int:
+    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
+    return int(told.stdout.split()[0])

@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from tandem.build import run_engines, served_adapters, standalone_engines, training
-from tandem.errors import RunError, SpecError, TandemError
+from tandem.errors import EngineLost, RunError, SpecError, TandemError
 from tandem.io import prestart
 from tandem.io.chat_feedback import ChatStore
 from tandem.io.gguf.directory import model_directory
@@ -67,17 +68,25 @@ def serve_model(
         model, engine = load_model(base, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
     if step is not None:
         find_step(Path(source), step)
-    failed = list[TandemError]()
+    failed, watch = list[TandemError](), list[asyncio.Task[None]]()
     if not isinstance(spec, VllmEngineSpec):
         asyncio.run(served.begin(engine))
+
+    async def end_with_vllm() -> None:
+        await engine.lost()
+        failed.append(EngineLost("engine: vLLM has ended, and `tandem serve` with it; start it again"))
+        os.kill(os.getpid(), signal.SIGTERM)
 
     async def start() -> None:
         try:
             if isinstance(spec, VllmEngineSpec):  # its connections belong to the server's event loop
+                watch.append(asyncio.create_task(end_with_vllm(), name="vLLM watch"))
                 await served.begin(engine)
             await served.follow()
         except TandemError as error:
             failed.append(error)
+            for each in watch:
+                each.cancel()
             await engine.close()
             raise
 
@@ -85,7 +94,14 @@ def serve_model(
         engine, model.renderer, model_id=f"base of {found_name}" if own else name or found_name,
         context=model.context, num_ids=model.num_ids, chats=chats, adapters=served.models, start=start,
     )  # fmt: skip
-    serve_forever(create_app(service, token=token, hosts=listen.hosts), listen)
+
+    async def close() -> None:
+        for each in watch:  # vLLM is ended in order now
+            each.cancel()
+        assert service.close is not None
+        await service.close()
+
+    serve_forever(create_app(replace(service, close=close), token=token, hosts=listen.hosts), listen)
     if failed:
         raise failed[0]
 
