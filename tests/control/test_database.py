@@ -15,6 +15,8 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy.orm import Session
 
+from tandem.control.maintenance import upgrade
+from tandem.control.migrate import head
 from tandem.control.store import FILE, Store
 from tandem.control.tables import Base, Org, Revision
 from tandem.errors import SpecError, StoreBroken, StoreError, StoreFull, StoreOwned
@@ -116,6 +118,7 @@ def test_rows_of_an_older_release_are_kept_when_its_database_is_upgraded(tmp_pat
             connection.execute(table.insert(), {column.name: one_of(column.type) for column in table.columns})
         before = {table.name: connection.execute(table.select()).mappings().one() for table in there}
     engine.dispose()
+    assert upgrade(tmp_path, database) == ("0005", head())
     store = Store(tmp_path, database)
     with store.engine.connect() as connection:
         assert {table.name: connection.execute(table.select()).mappings().one() for table in there} == before

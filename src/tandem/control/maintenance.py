@@ -87,7 +87,7 @@ def restore(source: Path, data_dir: Path) -> str:
 def upgrade(data_dir: Path, database: str) -> tuple[str, str]:
     """Bring the database to this release's tables; return its revisions before and after. `tandem control serve` does
     the same when it starts."""
-    before, after = "" if database else _revision(data_dir / FILE), _upgraded(data_dir, database)
+    before, after = _revision(data_dir / FILE, database), _upgraded(data_dir, database)
     if before != after:
         leave_note(data_dir, "control upgrade", before=before, after=after)
     return before, after
@@ -201,12 +201,17 @@ def _integrity(path: Path) -> str:
         return str(error)
 
 
-def _revision(path: Path) -> str:
-    if not path.exists():
+def _revision(path: Path, database: str) -> str:
+    if not database and not path.exists():
         return ""
-    with closing(_opened(path)) as connection:
-        row = connection.execute("select version_num from alembic_version").fetchone()
-        return row[0] if row else ""
+    engine = sa.create_engine(database or f"sqlite:///{path}")
+    try:
+        with engine.connect() as connection:
+            return migrate.revision(connection)
+    except exc.DBAPIError as error:
+        raise StoreError(f"the database does not answer: {error.orig}") from error
+    finally:
+        engine.dispose()
 
 
 def _opened(path: Path) -> sqlite3.Connection:
