@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -172,7 +173,7 @@ def serve_forever(
     app: FastAPI,
     listen: Listen,
     *,
-    tell: Callable[[str], None] = print,
+    tell: Callable[[str], None] = partial(print, flush=True),  # at once: a log's last line is then why it ended
     http: type[asyncio.Protocol] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; return within 10 s after it."""
