@@ -206,13 +206,13 @@ class Upgrade:
 
     def _rows(self) -> str:
         if self.plane.postgres is not None:
-            return self._dump()
+            random = ("\\restrict", "\\unrestrict")  # a new word in each dump
+            return "\n".join(line for line in self._dump().splitlines() if not line.startswith(random))
         with closing(sqlite3.connect(self.home / "data" / "control.sqlite3")) as connection:
             return "\n".join(connection.iterdump())
 
     def _dump(self) -> str:
-        told = subprocess.run(["pg_dump", self._url()], capture_output=True, text=True, check=True).stdout
-        return "".join(line for line in told.splitlines(keepends=True) if not line.startswith("\\restrict"))
+        return subprocess.run(["pg_dump", self._url()], capture_output=True, text=True, check=True).stdout
 
     def _url(self) -> str:
         return self.plane.database.replace("+psycopg", "")
