@@ -158,6 +158,10 @@ def test_a_cancel_ends_the_processes_within_ten_seconds(control: Control):
     control.run("resume", run, "--supervise", code=2)  # of a directory
     resumed = json.loads(control.run("resume", run, "--max-cost", "7", "--json"))
     assert (resumed["state"], resumed["max_cost_usd"]) == ("queued", 7.0)
+    control.run("cancel", run)
+    with control.client() as client:
+        assert client.run(run).wait().state == "cancelled"
+    until(lambda: not control.living(), 30)
 
 
 def test_a_server_that_is_killed_goes_on_where_it_was_and_no_run_is_trained_twice(control: Control):
