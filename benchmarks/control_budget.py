@@ -32,20 +32,18 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common import note, table
-from kept_servers import Network, Unit, kill
-from three_targets import ENDED, run_of, what_of
+from kept_servers import Unit, kill
+from three_targets import ENDED, Plane, run_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "control"))
 
-from whole_way import Control, spec_of
+from whole_way import spec_of
 
-from tandem.client import Tandem
 from tandem.control.decide import POLL_MS
 
 FATES = {
@@ -60,58 +58,36 @@ LOOK_S = 0.2
 END_S = 300.0
 
 
-class Budgets(Control):
+class Budgets(Plane):
     def __init__(self, home: Path) -> None:
         self._over = threading.Event()
         self.seen: dict[str, float] = {}
         """By job: when a process of it was last seen."""
-        self.alive: dict[str, dict[str, list[int]]] = {}
-        """By job: its processes, by what they are."""
         rest = f'kind = "local"\ntandem = "{home}/tandem"\nusd_per_hour = 3600\n'
-        targets = "".join(f'[targets.{name}]\ndirectory = "{home}/{name}"\n{rest}' for name in TARGETS)
-        super().__init__(home, targets)
+        super().__init__(home, "".join(f'[targets.{name}]\ndirectory = "{home}/{name}"\n{rest}' for name in TARGETS))
         self.unit = Unit(self.spawn, self.process)
-        self.client = Tandem(f"http://127.0.0.1:{self.port}", self.token, patience_s=120)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def spawn(self) -> Any:
-        if not hasattr(self, "network"):
-            self.network = Network(self.port)
-            self._options = (*self._options, "--url", f"http://127.0.0.1:{self.network.port}")
-        return super().spawn()
-
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
-            now, alive = time.time(), defaultdict[str, dict[str, list[int]]](lambda: defaultdict(list))
-            for pid in self.processes():
-                with suppress(OSError, StopIteration):
-                    environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-                    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                    if words[0]:  # else it has ended, and nobody has asked how
-                        job = next(each for each in environ if each.startswith("TANDEM_JOB=")).rpartition("/")[2]
-                        alive[job][what_of(words)].append(pid)
-                        self.seen[job] = now
-            self.alive = alive
+            now = time.time()
+            self.seen |= {job: now for _, job, _ in self.jobs()}
 
     def strike(self, run: str, fate: str) -> bool:
         """Return whether there was what is to be struck."""
-        found = defaultdict[str, list[int]](list)
-        for job, processes in self.alive.items():
-            if run_of(job) == run:
-                found.update(processes)
-        agents = found["agent"]
+        found = self.processes_by_run()[run]
         match fate:
             case "trainer stands still":
                 victims, number = [*found["supervisor"], *found["trainer"]], signal.SIGSTOP
             case "agent stands still":
-                victims, number = agents, signal.SIGSTOP
+                victims, number = found["agent"], signal.SIGSTOP
             case "agent killed":
-                victims, number = agents, signal.SIGKILL
+                victims, number = found["agent"], signal.SIGKILL
             case "agent and guard killed":
-                victims, number = [*found["guard"], *agents], signal.SIGKILL
+                victims, number = [*found["guard"], *found["agent"]], signal.SIGKILL
             case _:
-                victims, number = [pid for pids in found.values() for pid in pids], signal.SIGKILL
+                victims, number = found["job"], signal.SIGKILL
         for pid in victims:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

@@ -32,8 +32,39 @@ ENDED = ("succeeded", "failed", "stopped", "cancelled")
 PATIENCE_S, RETRIES = 120.0, 100
 
 
-class ThreeTargets(Control):
-    """The control plane, the servers that its targets need, its network, and the runs that it has."""
+class Plane(Control):
+    """A control plane whose agents reach it through a network that can be cut, and the processes of its runs."""
+
+    def __init__(self, home: Path, targets: str, *options: str) -> None:
+        super().__init__(home, targets, *options)
+        self.client = Tandem(f"http://127.0.0.1:{self.port}", self.token, patience_s=PATIENCE_S)
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        if not hasattr(self, "network"):
+            self.network = Network(self.port)
+            self._options = (*self._options, "--url", f"http://127.0.0.1:{self.network.port}")
+        return super().spawn()
+
+    def processes_by_run(self) -> dict[str, dict[str, list[int]]]:
+        """Return the pids of each run's processes by what they are; all of them are `job`."""
+        found: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for pid, job, what in self.jobs():
+            found[run_of(job)][what].append(pid)
+            found[run_of(job)]["job"].append(pid)
+        return found
+
+    def jobs(self) -> Iterator[tuple[int, str, str]]:
+        """Yield each process of a job: its pid, the job's name, and what it is."""
+        for pid in self.processes():
+            with suppress(OSError, StopIteration):
+                environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                job = next(each for each in environ if each.startswith("TANDEM_JOB="))
+                yield pid, job.rpartition("/")[2], what_of(words)
+
+
+class ThreeTargets(Plane):
+    """The control plane, the servers that its targets need, and the runs that it has."""
 
     def __init__(self, home: Path, database: str, specs: dict[str, dict[str, Any]], whole: dict[str, Any]) -> None:
         """`specs` and `whole`: by the kind of a run, what is trained and the digests that it must have."""
@@ -52,13 +83,6 @@ class ThreeTargets(Control):
             for name, more in settings.items()
         )
         super().__init__(home, targets, "--database", self.database)
-        self.client = Tandem(f"http://127.0.0.1:{self.port}", self.token, patience_s=PATIENCE_S)
-
-    def spawn(self) -> subprocess.Popen[bytes]:
-        if not hasattr(self, "network"):
-            self.network = Network(self.port)
-            self._options = (*self._options, "--url", f"http://127.0.0.1:{self.network.port}")
-        return super().spawn()
 
     def directory(self, run: str) -> Path:
         return self.home / self.where[run] / "runs" / run
@@ -110,23 +134,6 @@ class ThreeTargets(Control):
             self.problem(f"{name}: console.txt is not what attempt {attempts[-1].n} printed")
         for bulky in ("checkpoints", "export"):
             shutil.rmtree(self.directory(run) / bulky, ignore_errors=True)
-
-    def processes_by_run(self) -> dict[str, dict[str, list[int]]]:
-        """Return the pids of each run's processes by what they are; all of them are `job`."""
-        found: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for pid, job, what in self.jobs():
-            found[run_of(job)][what].append(pid)
-            found[run_of(job)]["job"].append(pid)
-        return found
-
-    def jobs(self) -> Iterator[tuple[int, str, str]]:
-        """Yield each process of a job: its pid, the job's name, and what it is."""
-        for pid in self.processes():
-            with suppress(OSError, StopIteration):
-                environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-                job = next(each for each in environ if each.startswith("TANDEM_JOB="))
-                yield pid, job.rpartition("/")[2], what_of(words)
 
     def problem(self, text: str) -> None:
         self.problems.append(text)

@@ -9,13 +9,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from whole_way import ENVIRONMENT, SEES, Control, Hold, holds, not_mirrored, spec_of, until
+from whole_way import ENVIRONMENT, SEES, Control, Hold, digests_alone, holds, not_mirrored, spec_of, until
 
 from stopwatch import Stopwatch
 from tandem import digest_run
@@ -44,12 +43,7 @@ def control(shared: Control) -> Control:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What `tandem train` alone makes of the same spec: digests of weights, optimizer and log."""
-    home = tmp_path_factory.mktemp("alone")
-    (home / "spec.toml").write_text(spec_of(home, STEPS))
-    command = [sys.executable, "-P", "-m", "tandem", "train", "spec.toml", "--run-dir", "run"]
-    subprocess.run(command, cwd=home, check=True, capture_output=True)
-    return digest_run(home / "run")
+    return digests_alone(tmp_path_factory.mktemp("alone"), STEPS)
 
 
 def test_an_agent_that_no_control_plane_answers_ends_but_not_before_its_trainer(

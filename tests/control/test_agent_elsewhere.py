@@ -6,13 +6,12 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from whole_way import ENVIRONMENT, SEES, Control, Hold, holds, spec_of, until
+from whole_way import ENVIRONMENT, SEES, Control, Hold, digests_alone, holds, until
 
 from tandem import digest_run
 from tandem.spec.load import parse_spec, to_toml
@@ -51,11 +50,7 @@ def brought_to_its_end(home: Path, targets: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    home = tmp_path_factory.mktemp("alone")
-    (home / "spec.toml").write_text(spec_of(home, STEPS))
-    command = [sys.executable, "-P", "-m", "tandem", "train", "spec.toml", "--run-dir", "run"]
-    subprocess.run(command, cwd=home, check=True, capture_output=True)
-    return digest_run(home / "run")
+    return digests_alone(tmp_path_factory.mktemp("alone"), STEPS)
 
 
 @pytest.mark.skipif(not sshd(), reason="no sshd here: make install-system")

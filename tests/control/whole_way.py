@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from tandem import digest_run
 from tandem.spec.load import parse_spec, to_toml
 
 ENVIRONMENT = """
@@ -109,6 +110,14 @@ def spec_of(home: Path, steps: int, **more: Any) -> str:
         "checkpoint": {"every": 1, "keep_every": 1000},
     }
     return to_toml(parse_spec({**tables, **more}))
+
+
+def digests_alone(home: Path, steps: int) -> dict[str, str]:
+    """What `tandem train` alone makes of the same spec: digests of weights, optimizer and log."""
+    (home / "spec.toml").write_text(spec_of(home, steps))
+    command = [sys.executable, "-P", "-m", "tandem", "train", "spec.toml", "--run-dir", "run"]
+    subprocess.run(command, cwd=home, check=True, capture_output=True)
+    return digest_run(home / "run")
 
 
 class Control:

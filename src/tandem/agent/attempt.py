@@ -139,13 +139,18 @@ class Agent:
             instance=self._instance, state="failed", why=f"{type(error).__name__}: {error}"[:4000],
             retriable=isinstance(error, ControlSilent | RankLost), exit_code=2,
         )  # fmt: skip
-        until = time.monotonic() + _PATIENCE_S
+        until = self._patient_until()
         while time.monotonic() < until:
-            told = self.link.ask("end", body, Ended)
+            told = self.link.ask("end", body, Ended, self._limits.patience_s(PATIENCE_S))
             if told is not None and told.written:
                 return 0
             time.sleep(self.every_s)
+        self._limits.check()
         return 1
+
+    def _patient_until(self) -> float:
+        """Return until when to try to say how it ended."""
+        return min(time.monotonic() + _PATIENCE_S, self._limits.leave_at)
 
     def _exchange(self, shipper: Shipper, trainer: RunProcess) -> bool:
         """Renew the lease and send what grew; return whether more is there."""
@@ -189,7 +194,7 @@ class Agent:
         """Bring over all files, then say how it ended, until the control plane has both."""
         state, why, retriable = _ending(trainer, code, self._want, asked=self._told)
         _log.info("the trainer has ended: %s%s", state, f": {why}" if why else "")
-        until, rounds, shipper.ended = min(time.monotonic() + _PATIENCE_S, self._limits.spent_at), 0, True
+        until, rounds, shipper.ended = self._patient_until(), 0, True
         while time.monotonic() < until:
             while shipper.pieces() and time.monotonic() < until:
                 if not self._exchange(shipper, trainer):

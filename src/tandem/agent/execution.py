@@ -32,8 +32,8 @@ class CostDeadlines:
 
     stop_at: float = math.inf
     cancel_at: float = math.inf
-    spent_at: float = math.inf
-    """When the agent begins to leave the machine."""
+    leave_at: float = math.inf
+    """When the agent leaves the machine, so that it has left when the run has cost what it may."""
 
     @classmethod
     def from_now_on(cls, told: CostLimits | None) -> CostDeadlines:
@@ -48,13 +48,13 @@ class CostDeadlines:
 
     def check(self) -> None:
         """Fenced if the run has cost what it may: this machine is not paid for any more."""
-        if time.monotonic() >= self.spent_at:
+        if time.monotonic() >= self.leave_at:
             raise Fenced("the run has cost what it may, and the control plane is away; its directory stays here")
 
     def patience_s(self, most_s: float) -> float:
         """Return how long to wait for an answer: until there is something to do, `most_s` at most."""
         now = time.monotonic()
-        due = (self.stop_at, self.cancel_at, self.cancel_at + KILL_S, self.spent_at)
+        due = (self.stop_at, self.cancel_at, self.cancel_at + KILL_S, self.leave_at)
         return min([most_s, *(max(_LEAST_S, at - now) for at in due if at > now)])
 
 

@@ -93,7 +93,7 @@ def _waited_for(agent: subprocess.Popen[bytes]) -> int:
             return agent.wait(_WAIT_S)
         except subprocess.TimeoutExpired:
             _, limits = remembered(Path.cwd())
-            if time.monotonic() > limits.spent_at + LEAVES_S / 4:
+            if time.monotonic() > limits.leave_at + LEAVES_S / 4:
                 _log.error("the agent stands still, and the run has cost what it may")
                 agent.kill()
                 agent.wait()

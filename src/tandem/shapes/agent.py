@@ -106,7 +106,7 @@ class CostLimits(Answer):
     cancel_s: float
     """Until it is cancelled."""
     spent_s: float
-    """Until the run has cost all that it may: the agent leaves the machine then, whatever is still to be told."""
+    """Until the run has cost all that it may. The agent has ended by then, even if the server does not know the end."""
 
 
 class Claimed(Answer):
