@@ -5,16 +5,19 @@ TRITON_INTERPRET=1 runs the kernel without a GPU, but not in bfloat16, which the
 
 from __future__ import annotations
 
+import asyncio
 import os
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from engines import ARCHITECTURES, complete, make_engine, of_many_lengths
+from engines import ARCHITECTURES, complete, finish, make_engine, of_many_lengths
 
 from tandem.engine.hf.decode_steps import DecodeSteps
 from tandem.engine.hf.kv_cache import KvCache
 from tandem.ops import decode_attention
+from tandem.ops.digest import fingerprints
 from tandem.ops.lm_head import Head
 
 ON_GPU = torch.cuda.is_available()
@@ -87,4 +90,81 @@ def test_weights_that_move_are_the_ones_that_are_read():
             parameter.data = parameter.data * 1.5
         steps.weights_at(addresses())
         assert not steps.recorded
-        assert (steps.run(4) - before[2]).abs().max() > 1e-2
+        moved = [steps.run(4).clone() for _ in range(3)]
+        assert (moved[0] - before[2]).abs().max() > 1e-2
+        assert steps.recorded == [4]
+        torch.testing.assert_close(moved[2], moved[0], rtol=0, atol=1e-3)
+
+
+TILES = {  # slots of rows, capacity, layers with one input, rank, inputs, outputs
+    "some rows have none": ([2, -1, 0, 2, -1], 4, 3, 4, 70, 50),
+    "more than a tile": ([0] * 20 + [1] * 3 + [-1] * 7 + [0] * 10, 2, 2, 16, 300, 513),
+    "an odd rank": ([3, 1, 3, -1, 15, 0, 0, 0, 3], 16, 1, 20, 33, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *[torch.bfloat16] * ON_GPU])
+@pytest.mark.parametrize("case", TILES)
+def test_tiles_are_each_rows_own_product(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    from tandem.ops import adapter_rows_triton as kernels
+
+    if not ON_GPU:
+        monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+    slots, capacity, layers, rank, inputs, outputs = TILES[case]
+    torch.manual_seed(0)
+    x = torch.randn(len(slots), inputs).to(DEVICE, dtype)
+    a, b = torch.randn(layers, capacity, inputs, rank) / inputs**0.5, torch.randn(capacity, rank, outputs) / 4
+    found = torch.randn(len(slots), outputs).to(DEVICE, dtype)
+    expected = found.float().cpu()
+    tiles = kernels.Tiles.empty(len(slots), torch.device(DEVICE))
+    tiles.set(slots, kernels.most_tiles(len(slots), capacity))
+    narrow = kernels.narrow(x, a.to(DEVICE), tiles)
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            expected[row] += x[row].float().cpu() @ a[layers - 1, slot] @ b[slot]
+    kernels.add_wide(narrow, layers - 1, b.to(DEVICE), found, tiles)
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+def adapter_of(module: Any, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    tensors = dict[str, torch.Tensor]()
+    for path, layer in module.named_modules():
+        if isinstance(layer, torch.nn.Linear) and path != "lm_head":
+            tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(4, layer.in_features) / 4
+            tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(layer.out_features, 4) / 8
+    return tensors
+
+
+@pytest.mark.parametrize("eager", [True, *[False] * ON_GPU])
+def test_rows_with_adapters_sample_what_each_samples_alone(eager: bool, monkeypatch: pytest.MonkeyPatch):
+    """With the kernels, by launches and in graphs; more adapters come while the engine lives."""
+    from tandem.engine.hf import mixed_adapters
+    from tandem.ops import adapter_rows_triton
+
+    if not ON_GPU:
+        monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+        monkeypatch.setattr(mixed_adapters, "_kernels", lambda _: adapter_rows_triton)
+    plain, module = ARCHITECTURES["llama-gqa"](), ARCHITECTURES["llama-gqa"]().to(DEVICE)
+    adapters = {name: adapter_of(plain, seed) for seed, name in enumerate("abc")}
+    asked = of_many_lengths(12, most_tokens=12)
+
+    async def answers(engine: Any, names: str, most: int) -> list[Any]:
+        for name in sorted({*names} - {" ", *engine._adapters.names}):
+            await engine.put_adapter(name, adapters[name], {"r": 4}, fingerprints(adapters[name]))
+        pairs = zip(asked[:most], names * most, strict=False)
+        return await asyncio.gather(*(engine.generate(*each, adapter=name.strip()) for each, name in pairs))
+
+    async def all_of(engine: Any) -> list[Any]:
+        return [*await answers(engine, "a ", 6), *await answers(engine, "ab c", 12), *await answers(engine, "ca", 12)]
+
+    engine = make_engine("inline", module, max_running=12, eager=eager)
+    found = finish(engine, lambda: all_of(engine))
+    monkeypatch.setattr(mixed_adapters, "_kernels", lambda _: None)
+    reference = make_engine("inline", plain, max_running=12)
+    expected = finish(reference, lambda: all_of(reference))
+    alike = sum(one.ids == other.ids for one, other in zip(found, expected, strict=True))
+    assert alike >= len(found) - 2
+    assert len({tuple(each.ids) for each in found}) > 12
+    if not eager:
+        assert len(engine.steps.recorded) > 1

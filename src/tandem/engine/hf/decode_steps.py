@@ -38,7 +38,7 @@ class DecodeSteps:
         """`last_S`, `position_S`: of all rows there can be, live rows first; their memory must stay."""
         self._head, self._cache, self._last_S, self._position_S = head, cache, last_S, position_S
         self._mask = packed_attention.no_mask(last_S.device)
-        self._graphs, self._runs = dict[int, torch.cuda.CUDAGraph](), Counter[int]()
+        self._graphs, self._runs = dict[tuple[int, int], torch.cuda.CUDAGraph](), Counter[tuple[int, int]]()
         self._logits_SV: Tensor | None = None
         self._addresses: Sequence[int] = ()
         self._cache_moved, self._pool = -1, None
@@ -56,7 +56,7 @@ class DecodeSteps:
     @property
     def recorded(self) -> list[int]:
         """The numbers of rows that there is a graph of."""
-        return [*self._graphs]
+        return [rows for rows, _ in self._graphs]
 
     def rows_for(self, live: int) -> int:
         """Return with how many rows a step of so many live rows is run."""
@@ -69,22 +69,23 @@ class DecodeSteps:
             self._addresses = addresses
             self._drop()
 
-    def run(self, rows: int, *, by_launches: bool = False) -> Tensor:
-        """Return the logits of the first `rows` rows; valid until the next call. `by_launches`: this step is not like
-        others of as many rows."""
+    def run(self, rows: int, *, adapters: int = 0, by_launches: bool = False) -> Tensor:
+        """Return the logits of the first `rows` rows; valid until the next call. `adapters`: not 0 if rows have
+        adapters, another number once these have moved. `by_launches`: this step is not like others of as many rows."""
         if self._cache.moved != self._cache_moved:
             self._cache_moved = self._cache.moved
             self._drop()
         if by_launches:
             return self._launched(rows)
-        if (graph := self._graphs.get(rows)) is not None:
+        kind = rows, adapters
+        if (graph := self._graphs.get(kind)) is not None:
             assert self._logits_SV is not None
             graph.replay()
             return self._logits_SV[:rows]
         logits_SV = self._launched(rows)
-        self._runs[rows] += 1
-        if self._runs[rows] >= _RUNS_BEFORE and not self._why_no_graph:
-            self._record(rows, logits_SV)
+        self._runs[kind] += 1
+        if self._runs[kind] >= _RUNS_BEFORE and not self._why_no_graph:
+            self._record(kind, logits_SV)
         return logits_SV
 
     def _launched(self, rows: int) -> Tensor:
@@ -93,13 +94,17 @@ class DecodeSteps:
         hidden_S1H = self._head.hidden(last_S[:, None], position_S[:, None], self._mask, cache, ends=position_S + 1)
         return self._head.logits(hidden_S1H[:, 0])
 
-    def _record(self, rows: int, like_SV: Tensor) -> None:
+    def _record(self, kind: tuple[int, int], like_SV: Tensor) -> None:
+        rows, adapters = kind
+        for other in [each for each in self._graphs if adapters and each[1] not in (0, adapters)]:
+            del self._graphs[other]
         if self._logits_SV is None:
             self._logits_SV = like_SV.new_empty(len(self._last_S), like_SV.shape[1])
-            self._pool = torch.cuda.graph_pool_handle()
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()  # the last graph of a pool takes it along
         into_SV = self._logits_SV[:rows]
         try:
-            self._graphs[rows] = record_graph(lambda: into_SV.copy_(self._launched(rows)), into_SV.device, self._pool)
+            self._graphs[kind] = record_graph(lambda: into_SV.copy_(self._launched(rows)), into_SV.device, self._pool)
         except RuntimeError as error:
             self._why_no_graph = _first_line(error)
             _log.warning("decode steps are launched one by one from now on: %s", self._why_no_graph)

@@ -104,7 +104,7 @@ class EmbeddedEngine:
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
         )  # fmt: skip
         self._running: list[QueuedRequest] = []
-        self._adapters = MixedAdapters(module)
+        self._adapters = MixedAdapters(module, rows)
         self._holding, self._on_update, self._draining = StagedWeights(module), on_update, False
         self._source: WeightSource | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -457,16 +457,17 @@ class EmbeddedEngine:
         longest = self._longest()
         steps = None if self.steps is None or self.steps.why_masked else self.steps
         filled = rows if steps is None else steps.rows_for(rows)
-        if any(adapters) or filled * longest > self._kv_positions:
+        if filled * longest > self._kv_positions:
             filled = rows
         self._position_S[rows:filled] = 0
         self._cache.reserve(filled, longest)
-        self._adapters.plan(adapters)
+        is_graph = self._adapters.plan([*adapters, *[""] * (filled - rows)], step=True)
         if steps is None:
             positions_S = self._position_S[:rows]
             logits_SV = logits_with_masks(self._head, self._cache, self._last_S[:rows], positions_S, longest)
         else:
-            logits_SV = steps.run(filled, by_launches=any(adapters))[:rows]
+            moved = self._adapters.moved if any(adapters) else 0
+            logits_SV = steps.run(filled, adapters=moved, by_launches=not is_graph)[:rows]
             self._cache.num_rows = rows
         self._position_S[:rows] += 1
         return logits_SV

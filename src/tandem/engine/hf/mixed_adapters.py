@@ -8,9 +8,8 @@ already.
 A product is computed in one of two ways:
 - grid: the rows are put into a grid of adapters, and each adapter's rows are multiplied with its matrices alone. If the
   batch is in the grid's order already, a product is one launch. Otherwise rows are gathered and added up one by one.
-- columns: every row is multiplied with all adapters' matrices, and what is not of its own adapter is set to zero
-  between the two products. Fewer launches than the grid for any order of rows, but the arithmetic grows with the number
-  of adapters. For few rows on a GPU, where a launch takes longer than the arithmetic.
+- tiles: a kernel for decode steps on a GPU, where a launch takes longer than the arithmetic: two launches for any order
+  of rows (ops/adapter_rows_triton.py). A CUDA graph of such a step serves every order, until the stacks move.
 
 Shapes: R rows of a batch, T tokens of a row, K adapters in a batch, M most rows of one of them, C slots of the stacks,
 L layers with one input, E rank of the stacks, I inputs and O outputs of a layer.
@@ -21,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from tandem.ops.digest import all_at_once
 from tandem.types import Fingerprints
 
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_COLUMNS = {"cuda": 2**16}  # most numbers between the two products of `columns`; elsewhere a launch costs little
 
 
 @dataclass(slots=True, eq=False)
@@ -41,10 +40,8 @@ class _Group:
     adapter without a layer."""
 
     owners: tuple[str, ...]
-    a_ILCE: Tensor
+    a_LCIE: Tensor
     b_LCEO: list[Tensor]
-    b_LFO: list[Tensor]
-    """The same memory, as [C * E, O]."""
     chosen: tuple[int, ...] = ()
     """Slots that `some` is of."""
     some: tuple[list[Tensor], list[Tensor]] | None = None
@@ -58,8 +55,7 @@ class _Plan:
     names_R: tuple[str, ...]
     slots: tuple[int, ...]
     """Of the K adapters."""
-    is_other_RC: Tensor | None = None
-    """For `columns`: whether a slot is not of the row's adapter."""
+    by_tiles: bool = False
     rows_KM: Tensor | None = None
     """The row in each place of the grid; None: the rows are in the grid's order already."""
     filled: Tensor | None = None
@@ -79,11 +75,15 @@ class _Stacks:
 
 
 class MixedAdapters:
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, rows: int) -> None:
+        """`rows`: most of a decode step."""
         self._checks = HookedAdapter(module)
         self._device = next(module.parameters()).device
-        self._most_columns = _COLUMNS.get(self._device.type, 0)
         self._stacks = _Stacks()
+        self._kernels = _kernels(self._device)
+        self._tiles = self._kernels and self._kernels.Tiles.empty(rows, self._device)
+        self.moved = 0
+        """How often the stacks were replaced."""
         self._slots: dict[str, int] = {}
         self._hooks: list[Any] = []
         self._plan: _Plan | None = None
@@ -93,8 +93,8 @@ class MixedAdapters:
         self._a_L: Sequence[Tensor] = ()
         self._b_L: Sequence[Tensor] = ()
         self._grid: Any = None
-        self._own_L: Sequence[Tensor] = ()
-        """For `columns`: the first products. Empty for a grid."""
+        self._narrow: Any = None
+        """For tiles: the first products."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -143,14 +143,14 @@ class MixedAdapters:
         for key in keys:
             group, at = self._stacks.places[owner := _owner(key)]
             if key == f"{owner}.lora_A.weight":
-                views[key] = group.a_ILCE[:, at, slot, :rank].T
+                views[key] = group.a_LCIE[at, slot, :, :rank].T
             else:
                 views[key] = group.b_LCEO[at][slot, :rank].T
         return views
 
     def _clear(self, slot: int) -> None:
         for group in self._stacks.groups:
-            group.a_ILCE[:, :, slot].zero_()
+            group.a_LCIE[:, slot].zero_()
             for b_CEO in group.b_LCEO:
                 b_CEO[slot].zero_()
             group.some = None
@@ -167,24 +167,20 @@ class MixedAdapters:
 
     def _grow(self, owners: set[str], capacity: int, rank: int) -> None:
         old, self._stacks = self._stacks, _Stacks(capacity, rank, self._stacks.dtype)
+        self.moved += 1
         for together in _grouped(owners):
             layers = [self._checks.layer(owner) for owner in together]
             inputs, num = layers[0].in_features, len(layers)
-            if self._most_columns:
-                a_ILCE = self._zeros(inputs, num, capacity, rank)
-            else:  # each adapter's matrix by itself, which a CPU reads faster
-                a_ILCE = self._zeros(num, capacity, inputs, rank).permute(2, 0, 1, 3)
             group = _Group(
                 together,
-                a_ILCE,
-                b_LCEO := [self._zeros(capacity, rank, layer.out_features) for layer in layers],
-                [b_CEO.flatten(0, 1) for b_CEO in b_LCEO],
+                self._zeros(num, capacity, inputs, rank),
+                [self._zeros(capacity, rank, layer.out_features) for layer in layers],
             )
             for at, owner in enumerate(together):
                 self._stacks.places[owner] = group, at
                 if owner in old.places:
                     theirs, there = old.places[owner]
-                    group.a_ILCE[:, at, : old.capacity, : old.rank] = theirs.a_ILCE[:, there]
+                    group.a_LCIE[at, : old.capacity, :, : old.rank] = theirs.a_LCIE[there]
                     group.b_LCEO[at][: old.capacity, : old.rank] = theirs.b_LCEO[there]
             self._stacks.groups.append(group)
         for hook in self._hooks:
@@ -200,14 +196,23 @@ class MixedAdapters:
 
     # --- passes
 
-    def plan(self, names: Sequence[str]) -> None:
-        """Say which adapter each row of the next pass has; empty: none."""
+    def plan(self, names: Sequence[str], *, step: bool = False) -> bool:
+        """Say which adapter each row of the next pass has; empty: none. `step`: each row has one token. Return whether
+        a graph of the pass serves it: one of as many rows, since the stacks last moved."""
         names_R = tuple(names)
+        by_tiles = step and self._kernels is not None
         self._group = self._input = None  # the next pass may write its input into the same tensor
         if not any(names_R):
             self._plan = None
-        elif self._plan is None or self._plan.names_R != names_R:
-            self._plan = self._planned(names_R)
+            return True
+        if self._plan is None or (self._plan.names_R, self._plan.by_tiles) != (names_R, by_tiles):
+            self._plan = self._tiled(names_R) if by_tiles else self._planned(names_R)
+        return by_tiles
+
+    def _tiled(self, names_R: tuple[str, ...]) -> _Plan:
+        slots = [self._slots[name] if name else -1 for name in names_R]
+        self._tiles.set(slots, self._kernels.most_tiles(len(slots), self._stacks.capacity))
+        return _Plan(names_R, (), by_tiles=True)
 
     def _planned(self, names_R: tuple[str, ...]) -> _Plan:
         rows_of = dict[int, list[int]]()
@@ -218,13 +223,9 @@ class MixedAdapters:
         grid = [row for slot in slots for row in rows_of[slot] + [-1] * (most - len(rows_of[slot]))]
         if grid == list(range(len(names_R))):
             return _Plan(names_R, slots)
-        capacity, is_other_RC = self._stacks.capacity, None
-        if len(names_R) * capacity * self._stacks.rank <= self._most_columns:
-            slot_R = self._tensor([self._slots.get(name, -1) for name in names_R])
-            is_other_RC = slot_R[:, None] != torch.arange(capacity, device=self._device)
         filled = [place for place, row in enumerate(grid) if row >= 0]
         return _Plan(
-            names_R, slots, is_other_RC=is_other_RC, rows_KM=self._tensor([max(0, row) for row in grid]),
+            names_R, slots, rows_KM=self._tensor([max(0, row) for row in grid]),
             filled=None if len(filled) == len(grid) else self._tensor(filled),
             targets=self._tensor([grid[place] for place in filled]),
         )  # fmt: skip
@@ -243,7 +244,11 @@ class MixedAdapters:
                     f"adapter: '{owner}' does not see the rows of the batch, so it cannot tell them apart"
                 )
             self._input, self._group = x_RTI, group
-            self._first(plan, group, x_RTI.to(self._stacks.dtype))
+            self._first(plan, group, x_RTI)
+        if plan.by_tiles:
+            size = output.shape[-1]
+            self._kernels.add_wide(self._narrow, at, group.b_LCEO[at], output.view(-1, size), self._tiles)
+            return output
         if output.dtype == self._stacks.dtype:
             self._second(plan, at, output)
             return output
@@ -252,25 +257,18 @@ class MixedAdapters:
 
     def _first(self, plan: _Plan, group: _Group, x_RTI: Tensor) -> None:
         """Compute what all layers of a group share."""
-        rows, tokens, inputs = x_RTI.shape
-        _, layers, capacity, rank = group.a_ILCE.shape
-        self._own_L = ()
-        if plan.is_other_RC is not None and rows * tokens * capacity * rank <= self._most_columns:
-            own_NLCE = (x_RTI.reshape(-1, inputs) @ group.a_ILCE.view(inputs, -1)).view(-1, layers, capacity, rank)
-            is_other_NC = plan.is_other_RC if tokens == 1 else plan.is_other_RC.repeat_interleave(tokens, 0)
-            own_NLCE.masked_fill_(is_other_NC[:, None, :, None], 0.0)
-            self._own_L, self._b_L = own_NLCE.flatten(2).unbind(1), group.b_LFO
-        else:
-            self._a_L, self._b_L = self._some(group, plan.slots)
-            grid = x_RTI if plan.rows_KM is None else x_RTI[plan.rows_KM]
-            self._grid = grid.reshape(len(plan.slots), -1, inputs)
+        inputs = x_RTI.shape[2]
+        if plan.by_tiles:
+            self._narrow = self._kernels.narrow(x_RTI.reshape(-1, inputs), group.a_LCIE, self._tiles)
+            return
+        self._a_L, self._b_L = self._some(group, plan.slots)
+        grid = x_RTI.to(self._stacks.dtype)
+        grid = grid if plan.rows_KM is None else grid[plan.rows_KM]
+        self._grid = grid.reshape(len(plan.slots), -1, inputs)
 
     def _second(self, plan: _Plan, at: int, output: Tensor) -> None:
         """Add a layer's adapters to its output, in place."""
         size = output.shape[-1]
-        if self._own_L:
-            output.view(-1, size).addmm_(self._own_L[at], self._b_L[at])
-            return
         narrow = torch.bmm(self._grid, self._a_L[at])
         if plan.targets is None:
             output.view(len(plan.slots), -1, size).baddbmm_(narrow, self._b_L[at])
@@ -281,12 +279,21 @@ class MixedAdapters:
     def _some(self, group: _Group, slots: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the matrices of the adapters in a batch. Copies are kept until a batch has others."""
         if group.some is None or group.chosen != slots:
-            a_LCIE, b_LCEO = list(group.a_ILCE.permute(1, 2, 0, 3).unbind()), group.b_LCEO
+            a_LCIE, b_LCEO = [*group.a_LCIE.unbind()], group.b_LCEO
             if slots != tuple(range(self._stacks.capacity)):
                 chosen = self._tensor(slots)
                 a_LCIE, b_LCEO = ([matrix[chosen] for matrix in side] for side in (a_LCIE, b_LCEO))
             group.chosen, group.some = slots, (a_LCIE, b_LCEO)
         return group.some
+
+
+def _kernels(device: torch.device) -> Any:
+    """Return the kernels of tiles where there are any."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from tandem.ops import adapter_rows_triton
+
+    return adapter_rows_triton
 
 
 def _owner(key: str) -> str:
