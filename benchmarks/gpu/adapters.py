@@ -171,7 +171,8 @@ async def measure(engine: Any, num_ids: int, options: argparse.Namespace, home: 
 
 
 def load_hf(options: argparse.Namespace, _: Path) -> tuple[Any, int]:
-    spec = HfEngineSpec(max_running=max(options.streams), kv_gib=options.kv_gib)
+    eager = options.eager or options.device == "cpu"
+    spec = HfEngineSpec(max_running=max(options.streams), kv_gib=options.kv_gib, eager=eager)
     model, engine = load_model(str(options.checkpoint), 0, spec, thinking=False, inline=False)
     return engine, model.num_ids
 
@@ -197,10 +198,11 @@ def main() -> None:
     asked.add_argument("--rank", type=int, default=16)
     asked.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     asked.add_argument("--prompt", type=int, default=16)
-    asked.add_argument("--tokens", type=int, default=32)
-    asked.add_argument("--rounds", type=int, default=2)
+    asked.add_argument("--tokens", type=int, default=256)
+    asked.add_argument("--rounds", type=int, default=3)
     asked.add_argument("--cold", type=int, default=4)
-    asked.add_argument("--kv-gib", type=float, default=12.0, help="of hf")
+    asked.add_argument("--kv-gib", type=float, default=24.0, help="of hf")
+    asked.add_argument("--eager", action="store_true", help="hf: no CUDA graphs")
     asked.add_argument("--share", type=float, default=0.6, help="of the GPU's memory, for vLLM")
     asked.add_argument("--python", default=standalone_engines.default_python(), help="vLLM's interpreter")
     options = asked.parse_args()

@@ -32,7 +32,7 @@ from tandem.spec.model import PathModel
 from tandem.spec.precision import Bfloat16Precision
 from tandem.types import Completion, Sampling
 
-WAYS = {"eager": True, "graphs": False}
+WAYS = ("eager", "graphs")
 
 
 async def answers(engine: Any, num_ids: int, streams: int, asked: argparse.Namespace) -> tuple[float, list[Completion]]:
@@ -48,12 +48,12 @@ async def case(shape: str, streams: int, asked: argparse.Namespace) -> dict[str,
     made = argparse.Namespace(shape=shape, checkpoint=None, device=asked.device)
     told: dict[str, Any] = {"shape": shape, "streams": streams}
     given: dict[str, list[Completion]] = {}
-    for way, eager in WAYS.items():
+    for way in asked.ways:
         device = training.pick_device(asked.device)
         model = training.model(
             PathModel(path=str(checkpoint_of(made))), Bfloat16Precision(master="none"), 0, device, 0
         )  # fmt: skip
-        spec = HfEngineSpec(max_running=streams, kv_gib=asked.kv_gib, eager=eager)
+        spec = HfEngineSpec(max_running=streams, kv_gib=asked.kv_gib, eager=way == "eager")
         engine: Any = standalone_engines.embedded(spec, model, inline=True)
         engine._end_ids = frozenset()
         rounds = [await answers(engine, model.num_ids, streams, asked) for _ in range(asked.rounds + 1)]
@@ -69,7 +69,7 @@ async def case(shape: str, streams: int, asked: argparse.Namespace) -> dict[str,
         del engine, model
         torch.cuda.empty_cache()
     gaps = list[float]()
-    for one, other in zip(*given.values(), strict=True):
+    for one, other in zip(*given.values(), strict=True) if len(given) == 2 else ():
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one.ids, other.ids, strict=True))))
         gaps += [abs(a - b) for a, b in zip(one.logprobs[:same], other.logprobs[:same], strict=True)]
     told["gap"] = {"most": max(gaps, default=0.0), "mean": statistics.fmean(gaps) if gaps else 0.0, "tokens": len(gaps)}
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", metavar="SHAPE:STREAMS")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--kv-gib", type=float, default=40.0)
     parser.add_argument("--device", default="cuda")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset
 from standing import ask_for_checkpoint, checkpoint_of, taken
 from transformers import AutoTokenizer, TrainerCallback
@@ -103,16 +105,19 @@ def main() -> None:
     )  # fmt: skip
     count = asked.groups * (asked.steps + asked.stale + 2)
     prompts = [{"prompt": [{"role": "user", "content": f"Say number {number} in words."}]} for number in range(count)]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    # TRL reads answers by templates that it knows.
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
     rows, server = Rows(), served(checkpoint, asked, port)
     try:
         with taken() as memory:
             trainer = AsyncGRPOTrainer(
                 model=str(checkpoint), reward_funcs=vowels, args=config, train_dataset=Dataset.from_list(prompts),
-                processing_class=AutoTokenizer.from_pretrained(checkpoint), callbacks=[rows],
+                processing_class=tokenizer, callbacks=[rows],
             )  # fmt: skip
             trainer.train()
     finally:
-        server.kill()
+        os.killpg(server.pid, signal.SIGKILL)  # with the engine's own process
     steps = [row["perf/step_s"] for row in rows.rows if "perf/step_s" in row][WARM:]
     (OUT / "trl-async.json").write_text(json.dumps({"asked": vars(asked), "rows": rows.rows}, indent=1, default=str))
     between = f"{min(steps):.2f} to {max(steps):.2f}"
