@@ -21,7 +21,7 @@ from torch import Tensor
 
 ROWS = 16  # of a tile: the least that a matrix unit takes
 _INPUTS, _OUTPUTS = 128, 256  # at a time
-_ENOUGH, _MOST_PARTS = 264, 16  # programs that keep a GPU busy: two on each multiprocessor
+_ENOUGH, _MOST_PARTS = 1056, 16  # programs that keep a GPU busy: eight on each multiprocessor, each of them short
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _add_wide(
         row = tl.load(order + place, mask=there, other=0).to(tl.int64)
         number, at = tl.arange(0, WIDE), block * AT_ONCE + tl.arange(0, AT_ONCE)
         sums = tl.zeros((TILE, WIDE), tl.float32)
-        for part in range(PARTS):
+        for part in tl.static_range(PARTS):
             sums += tl.load(
                 narrow + ((part * LAYERS + layer) * NUM_ROWS + row[:, None]) * RANK + number[None, :],
                 mask=there[:, None] & (number < RANK)[None, :], other=0.0,
