@@ -171,7 +171,7 @@ async def measure(engine: Any, num_ids: int, options: argparse.Namespace, home: 
 
 
 def load_hf(options: argparse.Namespace, _: Path) -> tuple[Any, int]:
-    eager = options.eager or options.device == "cpu"
+    eager = True if options.eager else "auto"
     spec = HfEngineSpec(max_running=max(options.streams), kv_gib=options.kv_gib, eager=eager)
     model, engine = load_model(str(options.checkpoint), 0, spec, thinking=False, inline=False)
     return engine, model.num_ids

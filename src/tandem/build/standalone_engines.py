@@ -53,22 +53,23 @@ def embedded(spec: HfEngineSpec, model: BuiltModel, *, inline: bool) -> Engine:
     """Build the embedded engine, in this process and on the trainer's module."""
     from tandem.engine.pool import EnginePool
 
-    make = _embedded(
-        model, max_running=spec.max_running, kv_gib=spec.kv_gib / spec.replicas, eager=spec.eager, inline=inline
-    )
+    make = _embedded(model, spec, kv_gib=spec.kv_gib / spec.replicas, inline=inline)
     engines = [make() for _ in range(spec.replicas)]
     return engines[0] if spec.replicas == 1 else EnginePool(engines)
 
 
-def _embedded(model: BuiltModel, **options: Any) -> Callable[[], EmbeddedEngine]:
+def _embedded(
+    model: BuiltModel, spec: HfEngineSpec | ServerEngineSpec, **options: Any
+) -> Callable[[], EmbeddedEngine]:
     """Return how to build embedded engines of one model. They share its compiled grammars."""
     from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.text.grammars import Grammars
 
+    eager = model.device.type == "cpu" if spec.eager == "auto" else spec.eager
     return partial(
         EmbeddedEngine, model.policy.module, num_ids=model.num_ids, end_ids=model.renderer.end_ids,
         decode=model.renderer.decode, grammars=Grammars(model.renderer, model.num_ids), max_context=model.context,
-        **options,
+        max_running=spec.max_running, eager=eager, **options,
     )  # fmt: skip
 
 
@@ -92,10 +93,7 @@ def embedded_ahead() -> None:
 
 def embedded_of(spec: ServerEngineSpec, model: BuiltModel) -> Alone:
     """Build the embedded engine of a loaded model."""
-    make = _embedded(
-        model, max_running=spec.max_running, kv_gib=spec.kv_gib, eager=spec.eager, inline=False,
-        on_update=spec.on_update,
-    )  # fmt: skip
+    make = _embedded(model, spec, kv_gib=spec.kv_gib, inline=False, on_update=spec.on_update)
     return Alone(make(), model.renderer, model.context, model.num_ids, model)
 
 

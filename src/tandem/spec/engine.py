@@ -27,9 +27,9 @@ class _Batching(_EngineSpecBase):
 class _Embedded(_Batching):
     kv_gib: float = Field(default=4.0, gt=0)
     """GiB of memory for the kv cache; requests that do not fit wait."""
-    eager: bool = True
-    """Decode steps are launched kernel by kernel. false: on a GPU they are CUDA graphs, with an attention kernel of
-    their own; tested on CPUs, and not yet measured on a GPU."""
+    eager: bool | Literal["auto"] = "auto"
+    """true: decode steps have masks and are launched kernel by kernel. false: they have an attention kernel of their
+    own, and on a GPU are CUDA graphs. auto: false on a GPU, true on a CPU."""
 
 
 class HfEngineSpec(_Embedded):
