@@ -32,7 +32,6 @@ class ServedAdapter:
 
     tensors: Mapping[str, Any]
     config: Mapping[str, Any]
-    fingerprints: Mapping[str, Any]
 
 
 def is_adapter(directory: Path) -> bool:
@@ -51,8 +50,6 @@ def read_adapter(directory: Path) -> ServedAdapter:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from tandem.ops.digest import fingerprints
-
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(directory / _WEIGHTS)
@@ -68,7 +65,7 @@ def read_adapter(directory: Path) -> ServedAdapter:
         name: tensor.float() * (alpha / rank) if ".lora_B." in name else tensor.float()
         for name, tensor in tensors.items()
     }
-    return ServedAdapter(scaled, {"r": rank}, fingerprints(scaled))
+    return ServedAdapter(scaled, {"r": rank})
 
 
 def base_of_run(run_dir: Path, precision: PrecisionSpec, device: Any, max_context: int) -> BuiltModel:

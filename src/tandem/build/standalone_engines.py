@@ -58,9 +58,7 @@ def embedded(spec: HfEngineSpec, model: BuiltModel, *, inline: bool) -> Engine:
     return engines[0] if spec.replicas == 1 else EnginePool(engines)
 
 
-def _embedded(
-    model: BuiltModel, spec: HfEngineSpec | ServerEngineSpec, **options: Any
-) -> Callable[[], EmbeddedEngine]:
+def _embedded(model: BuiltModel, spec: HfEngineSpec | ServerEngineSpec, **options: Any) -> Callable[[], EmbeddedEngine]:
     """Return how to build embedded engines of one model. They share its compiled grammars."""
     from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.text.grammars import Grammars

@@ -172,10 +172,16 @@ class EmbeddedEngine:
         return why and f"{grammar.field}: {why}"
 
     async def put_adapter(
-        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Fingerprints
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        expected: Fingerprints | None = None,
     ) -> None:
         """Serve an adapter of this base under a name, beside the others. `tensors`: under PEFT's names, B scaled;
-        `expected`: their fingerprints."""
+        `expected`: their fingerprints, or None to take them here."""
+        if expected is None:
+            expected = await self._call(digest.fingerprints, tensors)
         async with self._iterating:  # between two iterations, as weights change
             await self._call(self._adapters.put, name, tensors, config, expected)
 

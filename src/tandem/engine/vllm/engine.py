@@ -240,10 +240,14 @@ class VllmEngine:
         return await self._exchange.load(version)
 
     async def put_adapter(
-        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Fingerprints
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        config: Mapping[str, Any],
+        expected: Fingerprints | None = None,
     ) -> None:
         """Serve an adapter of this base under a name, beside the others. `tensors`: under PEFT's names, B scaled;
-        `expected`: their fingerprints."""
+        `expected`: their fingerprints, or None to take them here."""
         await self._prepare()
         await self._named.put(name, tensors, config, expected)
 

@@ -47,7 +47,7 @@ class NamedAdapters:
         return self._loaded[name]
 
     async def put(
-        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Fingerprints
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Fingerprints | None
     ) -> None:
         """As EmbeddedEngine.put_adapter."""
         async with self._changing:
@@ -81,10 +81,14 @@ class NamedAdapters:
             await self._exchange.drop_beside(loaded)
 
 
-def _written(tensors: Mapping[str, Tensor], dtype: torch.dtype, expected: Fingerprints, path: Path) -> Fingerprints:
+def _written(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, expected: Fingerprints | None, path: Path
+) -> Fingerprints:
     """Write an adapter in the type that vLLM computes it in; return its fingerprints."""
     from safetensors.torch import save_file
 
     cast = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_file(cast, path)
-    return expected if all(cast[name] is tensor for name, tensor in tensors.items()) else digest.fingerprints(cast)
+    if expected is not None and all(cast[name] is tensor for name, tensor in tensors.items()):
+        return expected
+    return digest.fingerprints(cast)
