@@ -47,14 +47,14 @@ class Head:
         images: ImageRows | None = None,
         **more: Any,
     ) -> Tensor:
-        """`images`: those among the ids, whose positions then take the place of `positions_BT`. `more`: for the
-        attention, as ops/packed_attention.py takes it."""
+        """`images`: those among the ids, with the positions of the rotary embedding; `positions_BT` then only decides
+        the mask, where none is given. `more`: for the attention, as ops/packed_attention.py takes it."""
         given = {"attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None, **more}
         if images is None:
             return self.body(input_ids=ids_BT, position_ids=positions_BT, **given).last_hidden_state
-        return self._seeing(ids_BT, images, given).last_hidden_state
+        return self._seeing(ids_BT, positions_BT, images, given).last_hidden_state
 
-    def _seeing(self, ids_BT: Tensor, images: ImageRows, given: dict[str, Any]) -> Any:
+    def _seeing(self, ids_BT: Tensor, positions_BT: Tensor, images: ImageRows, given: dict[str, Any]) -> Any:
         """Run the body with features at the places of images. Their ids do not matter: a model may sample such an id
         where there is no image."""
         assert self.vision is not None, "images are given to a head without a vision tower"
@@ -68,7 +68,8 @@ class Head:
             seen_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
             seen_BT.view(-1)[images.places_P] = True
             given |= {"visual_pos_masks": seen_BT, "deepstack_visual_embeds": [layer[order_P] for layer in deep]}
-        return body.language_model(inputs_embeds=embeds_BTH, position_ids=images.rotary_3BT, **given)
+        positions_4BT = torch.cat([positions_BT[None], images.rotary_3BT])  # as transformers has them
+        return body.language_model(inputs_embeds=embeds_BTH, position_ids=positions_4BT, **given)
 
     def why_not_fused(self, top_p: float = 1.0) -> str:
         """Return why `logprobs` uses the module in checkpointed chunks instead of the kernel; empty if it uses the

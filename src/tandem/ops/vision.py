@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tandem.protocols import ImageSource
 
 CACHE_MIB = 512
+TOWER = r".*\bvisual\..*"
+"""A regular expression for the names of its modules."""
 _SEEING = "qwen3_vl"
 """The model type whose images are supported."""
 
@@ -48,6 +50,8 @@ class Vision:
 
     def __init__(self, module: Any, images: ImageSource, cache_mib: float = CACHE_MIB) -> None:
         self.images = images
+        self.merge: int = module.config.vision_config.spatial_merge_size
+        """The side of a square of patches that becomes one token."""
         self._body = module.base_model
         self._limit = int(cache_mib * 2**20)
         self._kept, self._kept_bytes = OrderedDict[str, Features](), 0
