@@ -71,7 +71,9 @@ LIGHT = (
     "types.py",
 )
 
-COMES_WITH = {"pydantic_core": "pydantic", "starlette": "fastapi", "mcp_types": "mcp", "triton": "torch"}
+COMES_WITH = {
+    "pydantic_core": "pydantic", "starlette": "fastapi", "mcp_types": "mcp", "triton": "torch", "PIL": "pillow",
+}  # fmt: skip
 BROUGHT = {"vllm", "sky", "wandb", "mlflow", "trackio"}
 """In environments of their own, and the trackers that a user installs."""
 

@@ -51,6 +51,7 @@ TandemError
 ├── ProcessEnded           one process of a run ended, so the others were ended too
 ├── TemplateError          a chat template cannot be used token by token      (exit 2; also ValueError)
 ├── TextTooLong            a text has more tokens than the model's context    (also ValueError)
+├── ImageError             an image cannot be read, is too large, or has changed  (exit 2; also ValueError)
 ├── SamplingRefused        an engine cannot sample so; names the option       (also ValueError)
 └── RunError               a run directory is not usable for the command      (exit 2)
     ├── RunOwned           another process works on it                        (exit 2)
@@ -251,6 +252,12 @@ class TemplateError(TandemError, ValueError):
 
 class TextTooLong(TandemError, ValueError):
     """A text has more tokens than the model's context."""
+
+
+class ImageError(TandemError, ValueError):
+    """An image cannot be read, is too large, or is no longer what it was."""
+
+    exit_code = 2
 
 
 class SamplingRefused(TandemError, ValueError):

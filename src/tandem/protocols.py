@@ -195,6 +195,17 @@ class ScoringEngine(Protocol):
     async def score(self, ids: Sequence[int]) -> list[float]: ...   # of ids[1:], at temperature 1
 
 
+class ImageSource(Protocol):
+    """What a model that sees makes of the images of a run, by their digests."""
+
+    @property
+    def pad_id(self) -> int: ...                          # the token in an image's place
+    def grid(self, digest: str) -> tuple[int, int, int]: ...   # its patches: time, height, width
+    def length(self, digest: str) -> int: ...             # its tokens
+    def pixels(self, digest: str) -> Tensor: ...          # patches x their values
+    def key(self, digest: str) -> str: ...                # of the image and of how its pixels are made
+
+
 @runtime_checkable
 class ShapingEngine(Protocol):
     """An engine that has some of the options of `Sampling.extras`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -130,11 +131,35 @@ class Sampling:
     shape: Shape = PLAIN
     top_logprobs: int = 0
     """Also return so many of the likeliest tokens at each place."""
+    images: tuple[PlacedImage, ...] = ()
+    """Those of the prompt."""
 
     @property
     def extras(self) -> tuple[str, ...]:
         """The request fields that only some engines have."""
-        return (*self.shape.engaged, *(("top_logprobs",) if self.top_logprobs else ()))
+        more = {"top_logprobs": self.top_logprobs, "images": self.images}
+        return (*self.shape.engaged, *(name for name, asked in more.items() if asked))
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image among a sequence's tokens, where it has the place of `length` pads. Its bytes are in an ImageStore."""
+
+    digest: str
+    offset: int
+    """The first of its tokens."""
+    grid: tuple[int, int, int]
+    """Its patches in time, height and width, before the model merges them."""
+    length: int
+
+    @property
+    def merge(self) -> int:
+        """The side of a square of patches that becomes one token."""
+        return math.isqrt(math.prod(self.grid) // self.length)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -218,6 +243,8 @@ class Trajectory:
     advantages: list[float] = field(default_factory=list[float])
     """Of each token, where an environment says them itself: they take the place of the algorithm's. Empty: it does
     not."""
+    images: list[PlacedImage] = field(default_factory=list[PlacedImage])
+    """Those among `ids`, in their order."""
 
     @property
     def num_trained(self) -> int:
@@ -266,6 +293,18 @@ class PackedRows(NamedTuple):
 
 
 @dataclass(slots=True)
+class ImageRows:
+    """The images of packed rows. B rows, T positions a row, P places of images."""
+
+    rotary_3BT: Tensor
+    """Positions in time, height and width, as the model's rotary embedding has them."""
+    places_P: Tensor
+    """Flat index into B*T of each place that an image has: all of the first image's, then the second's."""
+    digests: list[str]
+    """Of the images, in that order."""
+
+
+@dataclass(slots=True)
 class MicroBatch:
     """Rows of packed sequences. B rows, T positions a row, N trained tokens (row-major order)."""
 
@@ -299,6 +338,7 @@ class MicroBatch:
     hold: float = 0.0
     """Not 0: these tokens are not learned. The loss is the policy's KL divergence from the reference at each of them,
     over the whole vocabulary, times this."""
+    images: ImageRows | None = None
 
     def pair_sums(self, values_N: Tensor) -> Tensor:
         """Return the sum of each pair's values, where every group is a pair of answers."""

@@ -6,7 +6,17 @@ from importlib.util import find_spec
 
 from tandem.errors import MissingExtra
 
-_OF_TRAIN = {"numpy", "matplotlib", "aiohttp", "httptools", "huggingface_hub", "prometheus_client", "msgspec", "gguf"}
+_OF_TRAIN = {
+    "numpy",
+    "matplotlib",
+    "aiohttp",
+    "httptools",
+    "PIL",
+    "huggingface_hub",
+    "prometheus_client",
+    "msgspec",
+    "gguf",
+}
 
 
 def require_extra(extra: str, *packages: str) -> None:

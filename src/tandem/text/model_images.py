@@ -1,0 +1,66 @@
+"""What a model's own image processor makes of stored images: patches of pixels, and how many tokens they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from tandem.io.image_store import ImageStore, opened
+
+_KEPT_BYTES = 2**28
+"""Of pixels, in the host's memory."""
+
+
+class ModelImages:
+    def __init__(
+        self, model: str | Path, store: ImageStore, *, merge: int, pad_id: int, revision: str = "main"
+    ) -> None:
+        """`merge`: the side of a square of patches that becomes one token; `pad_id`: the token in its place."""
+        from transformers import AutoImageProcessor
+
+        self._store, self._pad_id, self._merge = store, pad_id, merge
+        self._processor: Any = AutoImageProcessor.from_pretrained(model, revision=revision)
+        self._fingerprint = hashlib.sha256(json.dumps(self._processor.to_dict(), sort_keys=True, default=str).encode())
+        self._lock, self._kept_bytes = Lock(), 0
+        self._kept = OrderedDict[str, tuple[Tensor, tuple[int, int, int]]]()
+        self._grids = dict[str, tuple[int, int, int]]()
+
+    @property
+    def pad_id(self) -> int:
+        return self._pad_id
+
+    def grid(self, digest: str) -> tuple[int, int, int]:
+        if digest not in self._grids:
+            self.pixels(digest)
+        return self._grids[digest]
+
+    def length(self, digest: str) -> int:
+        time, height, width = self.grid(digest)
+        return time * height * width // self._merge**2
+
+    def key(self, digest: str) -> str:
+        whole = self._fingerprint.copy()
+        whole.update(digest.encode())
+        return whole.hexdigest()
+
+    def pixels(self, digest: str) -> Tensor:
+        with self._lock:
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+                return self._kept[digest][0]
+        made = self._processor(images=[opened(self._store.read(digest), digest[:12])], return_tensors="pt")
+        pixels, (time, height, width) = made["pixel_values"], made["image_grid_thw"][0].tolist()
+        with self._lock:
+            if digest not in self._kept:
+                self._kept[digest], self._kept_bytes = (pixels, (time, height, width)), self._kept_bytes + pixels.nbytes
+            self._grids[digest] = (time, height, width)
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                _, (old, _) = self._kept.popitem(last=False)
+                self._kept_bytes -= old.nbytes
+        return pixels
