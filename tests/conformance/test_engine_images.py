@@ -15,7 +15,7 @@ from engines import Request, complete, finish
 from seeing import PAD, asked, engine_of, qwen3_vl, scored
 
 from tandem.bridge.inproc import InprocBridge
-from tandem.errors import EngineError, SamplingRefused
+from tandem.errors import EngineError, SamplingRefused, SyncError
 from tandem.ops.digest import fingerprints
 from tandem.ops.named_tensors import live_tensors
 from tandem.protocols import why_not_sampled
@@ -31,6 +31,12 @@ def gap(module: Any, requests: Sequence[Request], completions: Sequence[Completi
         for (prompt, sampling), completion in each
         for ours, theirs in zip(completion.logprobs, scored(module, prompt, completion, sampling), strict=True)
     )
+
+
+def started(engine: Any, requests: Sequence[Request], made: list[int]) -> list[asyncio.Task[Completion]]:
+    """Ask for completions. `made` gets their tokens as they come."""
+    tell = lambda token, *_: made.append(token)  # noqa: E731
+    return [asyncio.create_task(engine.generate(*each, on_token=tell)) for each in requests]
 
 
 @BOTH
@@ -80,9 +86,7 @@ def test_a_new_version_finds_the_images_where_they_were(on_update: str, eager: b
         made = list[int]()
         await engine.attach(bridge.source(1))
         await publish(1)
-        tasks = [
-            asyncio.create_task(engine.generate(*each, on_token=lambda *t: made.append(t[0]))) for each in requests
-        ]
+        tasks = started(engine, requests, made)
         while len(made) < 8:
             await asyncio.sleep(0)
         if on_update == "follow":
@@ -110,7 +114,7 @@ def test_a_request_that_comes_between_finds_its_images_and_so_do_the_others(way:
     engine, made = engine_of(module, max_running=2), list[int]()
 
     async def play() -> list[Completion]:
-        tasks = [asyncio.create_task(engine.generate(*each, on_token=lambda *t: made.append(t[0]))) for each in first]
+        tasks = started(engine, first, made)
         while len(made) < 8:
             await asyncio.sleep(0)
         other = await engine.generate(*late)
@@ -128,9 +132,7 @@ def test_a_sampled_token_of_images_is_a_token_like_others(eager: bool):
     engine, made = engine_of(module, eager=eager, max_running=2), list[int]()
 
     async def play() -> list[Completion]:
-        tasks = [
-            asyncio.create_task(engine.generate(*each, on_token=lambda *t: made.append(t[0]))) for each in requests
-        ]
+        tasks = started(engine, requests, made)
         while len(made) < 24:
             await asyncio.sleep(0)
         await engine.generate(*asked(6, max_tokens=1, share="other"))
@@ -143,7 +145,7 @@ def test_a_sampled_token_of_images_is_a_token_like_others(eager: bool):
 
 def test_an_adapter_beside_the_base_sees_the_same_images():
     module, layer = qwen3_vl(), "model.language_model.layers.1.self_attn.q_proj"
-    adapted = copy.deepcopy(module)
+    base, adapted = copy.deepcopy(module), copy.deepcopy(module)
     a, b = torch.randn(4, 64) * 0.3, torch.randn(128, 4) * 0.3
     adapted.get_submodule(layer).weight += b @ a
     tensors = {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
@@ -158,9 +160,16 @@ def test_an_adapter_beside_the_base_sees_the_same_images():
         )
 
     completions = finish(engine, play)
-    assert gap(module, requests[::2], completions[::2]) < 1e-4
+    assert gap(base, requests[::2], completions[::2]) < 1e-4
     assert gap(adapted, requests[1::2], completions[1::2]) < 1e-4
-    assert gap(module, requests[1::2], completions[1::2]) > 1e-2
+    assert gap(base, requests[1::2], completions[1::2]) > 1e-2
+
+
+def test_an_adapter_of_the_tower_is_refused():
+    engine, layer = engine_of(qwen3_vl()), "base_model.model.model.visual.merger.linear_fc2"
+    tensors = {f"{layer}.lora_{side}.weight": torch.ones(1, 1) for side in "AB"}
+    with pytest.raises(SyncError, match=f"adapter 'odd': '{layer}.lora_A.weight' is of the vision tower, which stays"):
+        finish(engine, lambda: engine.put_adapter("odd", tensors, {"r": 1}, {}))
 
 
 # --- refusals
@@ -179,7 +188,7 @@ def moved(request: Request, **changes: Any) -> Request:
         (moved(asked(1, "cat", "dog"), offset=7), "images: image dog: the prompt has no place for its 6 tokens at 7"),
         (
             moved(asked(3, "cat"), digest="map"),
-            "images: image map: it is said to have 6 tokens of grid (1, 4, 6), but has 8 of (1, 8, 4)",
+            "images: image map: it has 8 tokens of grid (1, 8, 4), not 6 of (1, 4, 6)",
         ),
     ],
     ids=["text there", "beyond the end", "twice", "another size"],
@@ -189,10 +198,10 @@ def test_images_that_cannot_stand_so_are_refused(request_: Request, why: str):
         complete(engine_of(qwen3_vl()), [request_])
 
 
-def test_a_model_that_does_not_see_refuses_images():
+def test_an_engine_without_a_tower_refuses_images():
     engine, request = engine_of(qwen3_vl(), vision=None), asked(3, "cat")
-    assert why_not_sampled(engine, request[1]) == "images: this model does not see"
-    with pytest.raises(SamplingRefused, match="images: this model does not see"):
+    assert why_not_sampled(engine, request[1]) == "images: this engine takes text only"
+    with pytest.raises(SamplingRefused, match="images: this engine takes text only"):
         complete(engine, [request])
 
 

@@ -171,7 +171,7 @@ class EmbeddedEngine:
     def why_not(self, sampling: Sampling) -> str:
         """Return why it cannot sample so; empty if it can. Compiles the grammar, and keeps it."""
         if sampling.images and self._vision is None:
-            return "images: this model does not see"
+            return "images: this engine takes text only"
         grammar = sampling.shape.grammar
         if grammar is None:
             return ""
@@ -183,6 +183,8 @@ class EmbeddedEngine:
     ) -> None:
         """Serve an adapter of this base under a name, beside the others. `tensors`: under PEFT's names, B scaled;
         `expected`: their fingerprints."""
+        if self._vision is not None and (odd := [each for each in tensors if ".visual." in each]):
+            raise SyncError(f"adapter '{name}': '{odd[0]}' is of the vision tower, which stays as it is")
         async with self._iterating:  # between two iterations, as weights change
             await self._call(self._adapters.put, name, tensors, config, expected)
 
