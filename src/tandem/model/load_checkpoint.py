@@ -74,12 +74,8 @@ def refuse_other_images(config: Any, path: str, field: str) -> None:
     """Raise SpecError for a model that sees images in a way that is not supported, and cannot be loaded without."""
     from transformers.models.auto import modeling_auto as auto
 
-    kind = type(config)
-    if (
-        sees(config)
-        or kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING
-        or kind not in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    ):
+    of_text, of_images = auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if sees(config) or type(config) in of_text or type(config) not in of_images:
         return
     raise SpecError(
         f"{field} = '{path}': {config.model_type} sees images in a way that is not supported; set {field} to a dense "

@@ -16,6 +16,7 @@ from typing import Any
 
 from tandem.errors import TemplateError, TextTooLong
 from tandem.io.tool_calls import TOOL_CALL, parse_calls
+from tandem.protocols import ImageSource
 from tandem.text.special_tokens import mend
 from tandem.text.thinking_stream import END_THINK, THINK, ThoughtStream
 from tandem.text.tokenizer import fingerprint
@@ -36,8 +37,10 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class Renderer:
-    def __init__(self, tokenizer: Any, *, thinking: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, thinking: bool = False, images: ImageSource | None = None) -> None:
+        """`images`: of a model that sees; None: its messages are text only."""
         self.tokenizer = tokenizer
+        self.images = images
         self.thinking = thinking
         self._options: Mapping[str, Any] = {}
         self._most_tokens, self._longest_token = 0, max(map(len, tokenizer.get_vocab()))
