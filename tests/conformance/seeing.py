@@ -71,7 +71,7 @@ def qwen3_vl() -> Any:
 
 
 def engine_of(module: Any, **options: Any) -> EmbeddedEngine:
-    options = {"vision": Vision(module, IMAGES), "end_ids": frozenset({END})} | options
+    options = {"vision": Vision(module, IMAGES), "end_ids": frozenset[int]()} | options
     return EmbeddedEngine(module, num_ids=IDS, decode=lambda ids: "", **options)
 
 

@@ -136,6 +136,7 @@ def test_a_sampled_token_of_images_is_a_token_like_others(eager: bool):
         while len(made) < 24:
             await asyncio.sleep(0)
         await engine.generate(*asked(6, max_tokens=1, share="other"))
+        assert not any(task.done() for task in tasks)
         return await asyncio.gather(*tasks)
 
     completions = finish(engine, play)

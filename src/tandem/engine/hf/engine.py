@@ -433,8 +433,7 @@ class EmbeddedEngine:
     def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
         """Return the logits after each request's prompt. Equal prompts are computed once."""
         wave.sort(key=lambda request: self._adapters.place(request.adapter))
-        merge = 1 if self._vision is None else self._config.vision_config.spatial_merge_size
-        first, batch = len(self._running), PrefillBatch(wave, self._device, merge)
+        first, batch = len(self._running), PrefillBatch(wave, self._device)
         self._adapters.plan(batch.adapters)
         self._cache.num_rows = first
         self._cache.reserve(first + len(wave), max(batch.width + 1, self._longest()))

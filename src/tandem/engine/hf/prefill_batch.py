@@ -16,8 +16,7 @@ from tandem.types import ImageRows, PlacedImage
 
 
 class PrefillBatch:
-    def __init__(self, wave: Sequence[QueuedRequest], device: torch.device, merge: int) -> None:
-        """`merge`: the side of a square of patches that becomes one token; of no matter without images."""
+    def __init__(self, wave: Sequence[QueuedRequest], device: torch.device) -> None:
         prompts = dict[Begun, int]()
         copies = [prompts.setdefault(request.begun, len(prompts)) for request in wave]
         lengths = [len(prompt.ids) for prompt in prompts]
@@ -32,13 +31,14 @@ class PrefillBatch:
         """How much later than its place the rotary embedding has the token behind each prompt."""
         self.images: ImageRows | None = None
         if any(prompt.images for prompt in prompts):
-            self.images, shifts = _image_rows([prompt.images for prompt in prompts], self.width, merge, device)
+            self.images, shifts = _image_rows([prompt.images for prompt in prompts], self.width, device)
             self.shifts_P = torch.tensor(shifts, device=device)
 
 
 def _image_rows(
-    images_P: Sequence[Sequence[PlacedImage]], width: int, merge: int, device: torch.device
+    images_P: Sequence[Sequence[PlacedImage]], width: int, device: torch.device
 ) -> tuple[ImageRows, list[int]]:
+    merge = next(image.merge for images in images_P for image in images)
     rotary, shifts = zip(*(rotary_positions(width, images, merge) for images in images_P), strict=True)
     placed = [(row * width + image.offset, image) for row, images in enumerate(images_P) for image in images]
     places_P = torch.cat([torch.arange(begin, begin + image.length) for begin, image in placed])
@@ -56,5 +56,5 @@ def why_misplaced(prompt_ids: Sequence[int], images: Sequence[PlacedImage], sour
             return f"{what}: it has {length} tokens of grid {grid}, not {image.length} of {image.grid}"
         if begin < end or [*prompt_ids[begin : begin + length]] != [source.pad_id] * length:
             return f"{what}: the prompt has no place for its {length} tokens at {begin}"
-        end = begin + length
+        end = image.end
     return ""
