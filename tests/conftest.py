@@ -19,6 +19,7 @@ SLOW = {
     "atropos": "real Atropos environments, where they are installed",
     "real": "a pretrained model, where it is installed",
     "families/test_families.py": "every model family through every capability",
+    "families/test_images.py": "a model that learns from images",
     "schemas": "thousands of requests of schemathesis, where it is installed",
     "faults": "kills, hangs and lies between real processes",
     "learning": "whole runs that must learn, and the examples",

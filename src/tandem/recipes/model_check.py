@@ -102,6 +102,8 @@ def _shown(value: Any) -> str:
 
 
 def _facts(spec: PathModel, model: BuiltModel, dtype: str) -> dict[str, Any]:
+    from tandem.ops.vision import sees
+
     module = model.policy.module
     config = module.config.get_text_config()
     gguf = gguf_of(spec.path)
@@ -111,11 +113,12 @@ def _facts(spec: PathModel, model: BuiltModel, dtype: str) -> dict[str, Any]:
         "family": f"{config.model_type} ({type(module).__name__})",
         "parameters": sum(tensor.numel() for tensor in module.parameters()),
         "loaded as": f"{dtype}, on {model.device.type}",
+        **({"images": "sees images (tower frozen)"} if sees(module.config) else {}),
         "layers": config.num_hidden_layers,
         "attention": config._attn_implementation,
         "vocabulary": f"{config.vocab_size:,} ids, of which the tokenizer has {model.num_ids:,}",
         "context": model.context,
-        "head": "tied to the embeddings" if config.tie_word_embeddings else "a matrix of its own",
+        "head": "tied to the embeddings" if module.config.tie_word_embeddings else "a matrix of its own",
     }
 
 
@@ -134,6 +137,7 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     from importlib.util import find_spec
 
     from tandem.ops import packed_attention
+    from tandem.ops.vision import sees
 
     module = model.policy.module
     ways = {kind: [name for name, each in BRIDGES.items() if kind in each.engines] for kind in ("hf", "server", "vllm")}
@@ -143,6 +147,8 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     linears = {type(part).__name__ for part in module.modules()} & {"Linear", "Conv1D"}
     found["model.lora"] = "yes" if linears else "no linear layers"
     found["model.lora.base"] = "int8, nf4" if find_spec("bitsandbytes") else "bitsandbytes is not installed"
+    if sees(module.config):
+        found["model.lora.base"] = "no, for it sees images"
     found["parallel.ranks"] = training.why_not_ranks(model, spec.path) or "yes"
     return found
 

@@ -148,12 +148,13 @@ def _share_prompt(samples: list[TrainSample], shares: Shares, micro_tokens: int,
 
 
 def _without_other_images(prefix: int, images: Iterable[Sequence[PlacedImage]]) -> int:
-    """Cut a common prefix before the first image that is not in all sequences, or not wholly in the prefix."""
+    """Cut a common prefix before the first image that is not in all sequences. An equal image is never cut: none of its
+    tokens is trained."""
     for each in zip_longest(*images):
         begins = min(image.offset for image in each if image is not None)
         if begins >= prefix:
             break
-        if each[0] is None or each.count(each[0]) < len(each) or each[0].end > prefix:
+        if each[0] is None or each.count(each[0]) < len(each):
             return begins
     return prefix
 
