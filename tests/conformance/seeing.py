@@ -11,6 +11,7 @@ from engines import END, filtered
 from torch import Tensor
 
 from tandem.engine.hf.engine import EmbeddedEngine
+from tandem.errors import ImageError
 from tandem.ops.vision import Vision
 from tandem.types import Completion, PlacedImage, Sampling
 
@@ -28,6 +29,8 @@ class MadeImages:
         self._grids = grids
 
     def grid(self, digest: str) -> tuple[int, int, int]:
+        if digest not in self._grids:
+            raise ImageError(f"image {digest}: it cannot be read")
         return self._grids[digest]
 
     def length(self, digest: str) -> int:

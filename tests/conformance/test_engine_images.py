@@ -15,7 +15,7 @@ from engines import Request, complete, finish
 from seeing import PAD, asked, engine_of, qwen3_vl, scored
 
 from tandem.bridge.inproc import InprocBridge
-from tandem.errors import EngineError, SamplingRefused, SyncError
+from tandem.errors import EngineError, ImageError, SamplingRefused, SyncError
 from tandem.ops.digest import fingerprints
 from tandem.ops.named_tensors import live_tensors
 from tandem.protocols import why_not_sampled
@@ -197,6 +197,18 @@ def moved(request: Request, **changes: Any) -> Request:
 def test_images_that_cannot_stand_so_are_refused(request_: Request, why: str):
     with pytest.raises(SamplingRefused, match=re.escape(why)):
         complete(engine_of(qwen3_vl()), [request_])
+
+
+def test_an_image_that_cannot_be_read_ends_its_own_request_alone():
+    engine, whole = engine_of(qwen3_vl()), asked(3, "cat")
+
+    async def play() -> list[Any]:
+        both = (engine.generate(*whole), engine.generate(*moved(whole, digest="gone")))
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    answered, failed = finish(engine, play)
+    assert len(answered.ids) == 12
+    assert isinstance(failed, ImageError)
 
 
 def test_an_engine_without_a_tower_refuses_images():

@@ -141,8 +141,7 @@ class EmbeddedEngine:
     ) -> Completion:
         """`adapter`: the name of one that was added; empty: the base answers."""
         self._refuse_what_does_not_fit(prompt_ids, sampling)
-        if sampling.images:
-            await self._call(self._refuse_images, prompt_ids, sampling)
+        self._refuse_images(prompt_ids, sampling)
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name="engine")
             self._pump.add_done_callback(lambda pump: self._stopped.set())
@@ -549,9 +548,10 @@ class EmbeddedEngine:
             )
 
     def _refuse_images(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
-        """Reads each image here, and not in a prefill: what cannot be read ends its own request, no other."""
-        why = self.why_not(sampling)
-        if self._vision is not None:
-            why = why or why_misplaced(prompt_ids, sampling.images, self._vision.images)
-        if why:
+        if not sampling.images:
+            return
+        if self._vision is None:
+            raise SamplingRefused(self.why_not(sampling))
+        # On this thread: the renderer has asked for their sizes already. What cannot be read ends this request alone.
+        if why := why_misplaced(prompt_ids, sampling.images, self._vision.images):
             raise SamplingRefused(why)
