@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_packed_attention import by_spans
 from torch import Tensor
 
 from tandem.algo import sft
 from tandem.errors import SpecError
+from tandem.model.forward import Forward
 from tandem.model.load_checkpoint import refuse_unfit
+from tandem.ops import packed_attention
 from tandem.ops.byte_sizes import shares_never
 from tandem.ops.lm_head import Head
 from tandem.ops.rotary_positions import rotary_positions
@@ -147,6 +150,22 @@ def test_features_are_put_at_places_in_any_order_and_not_where_the_model_said_an
     said[0, -1] = said[1, 0] = PAD
     found_BTH = head.hidden(said, torch.arange(width).expand(2, -1), causal, images=images)
     assert torch.allclose(found_BTH[0, :-1], plain[0][: width - 1], atol=1e-5)
+
+
+def test_rows_without_masks_give_the_images_of_masked_ones(monkeypatch: pytest.MonkeyPatch):
+    module = seeing()
+    head = Head(module, 32, Vision(module, IMAGES))
+    micro = packed([row(4, "cat", 3, "cat"), row(4, "cat", 3, "dog", 2)], [row(20)], [row(9, "map")], tree=True)
+    assert micro.images is not None
+    assert (micro.segments_BT[1] < 0).any()  # the third row's image is behind padding
+    masked_TH, source_N = Forward(module, packed=False, compiled=False).hidden(head, micro)
+    masked_NH = masked_TH[source_N]
+    monkeypatch.setattr(packed_attention, "why_not", lambda module: "")
+    monkeypatch.setattr(packed_attention, "kernel", by_spans)
+    forward = Forward(module, packed=True, compiled=True, why_not_compiled="of a test")
+    assert forward.why_masked == ""
+    unmasked_TH, source_N = forward.hidden(head, micro)
+    assert torch.allclose(unmasked_TH[source_N], masked_NH, atol=1e-5)
 
 
 def plain_hidden(module: Any, each: Trajectory) -> Tensor:
