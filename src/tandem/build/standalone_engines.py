@@ -66,9 +66,10 @@ def _embedded(model: BuiltModel, **options: Any) -> Callable[[], EmbeddedEngine]
     from tandem.text.grammars import Grammars
 
     return partial(
-        EmbeddedEngine, model.policy.module, num_ids=model.num_ids, end_ids=model.renderer.end_ids,
+        EmbeddedEngine, model.policy.module, vision=model.policy.vision, num_ids=model.num_ids,
+        end_ids=model.renderer.end_ids,
         decode=model.renderer.decode, grammars=Grammars(model.renderer, model.num_ids), max_context=model.context,
-        vision=model.policy.vision, **options,
+        **options,
     )  # fmt: skip
 
 
