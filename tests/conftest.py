@@ -23,6 +23,7 @@ SLOW = {
     "schemas": "thousands of requests of schemathesis, where it is installed",
     "faults": "kills, hangs and lies between real processes",
     "learning": "whole runs that must learn, and the examples",
+    "conformance/test_engine_images.py": "a model that sees, whose code takes seconds to import",
     "conformance/test_bridge_processes.py": "both ends of each bridge killed at many instants",
     "parallel/test_rank_rewards.py": "whole runs of two ranks that must learn",
     "parallel/test_broadcast_boxes.py": "ranks and workers in processes of their own, some of them killed",

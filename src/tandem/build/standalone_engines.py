@@ -65,7 +65,8 @@ def _embedded(model: BuiltModel, spec: HfEngineSpec | ServerEngineSpec, **option
 
     eager = model.device.type == "cpu" if spec.eager == "auto" else spec.eager
     return partial(
-        EmbeddedEngine, model.policy.module, num_ids=model.num_ids, end_ids=model.renderer.end_ids,
+        EmbeddedEngine, model.policy.module, vision=model.policy.vision, num_ids=model.num_ids,
+        end_ids=model.renderer.end_ids,
         decode=model.renderer.decode, grammars=Grammars(model.renderer, model.num_ids), max_context=model.context,
         max_running=spec.max_running, eager=eager, **options,
     )  # fmt: skip
