@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
@@ -170,6 +171,15 @@ class PlacedImage:
     grid: tuple[int, int, int]
     """Its patches in time, height and width, before the model merges them."""
     length: int
+
+    @property
+    def merge(self) -> int:
+        """The side of a square of patches that becomes one token."""
+        return math.isqrt(math.prod(self.grid) // self.length)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

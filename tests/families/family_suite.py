@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import family_images
 import torch
 import transformers
 from torch import Tensor
@@ -26,6 +27,7 @@ from tandem.bridge.inproc import InprocBridge
 from tandem.build import standalone_engines, training
 from tandem.build.training import BuiltModel
 from tandem.errors import TandemError
+from tandem.io.image_store import ImageStore
 from tandem.ops.byte_sizes import shares_never
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.model import LoraSpec, PathModel
@@ -58,6 +60,7 @@ class Family(NamedTuple):
     sizes: dict[str, Any] = {}  # noqa: RUF012 - a named tuple's default is never changed
     attention: str = "sdpa"
     """The attention of plain transformers; "eager" where it has no other."""
+    sees: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -128,6 +131,7 @@ FAMILIES: dict[str, Family] = {
             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
         },
     ),
+    "Qwen3-VL": Family("Qwen 3 VL, dense", "Qwen3VLConfig", sees=True),
 }  # fmt: skip
 
 
@@ -142,23 +146,30 @@ class Bench:
         self.family, self.place = family, place
         self.path = place / "model"
         options = {**_SIZES, **family.sizes}
+        options = family_images.seeing_sizes(options) if family.sees else options
         config = getattr(transformers, family.config)(**options)
         torch.manual_seed(0)
-        module: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=family.attention)
+        module: Any = self._loader.from_config(config, attn_implementation=family.attention)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if "norm" in name or name.endswith((".bias", "sinks")):  # otherwise 1 or 0, so that a mistake hides
                     parameter.add_(torch.randn_like(parameter) * 0.1)
         module.save_pretrained(self.path)
-        TOKENIZER.save_pretrained(self.path)
+        (family_images.TOKENIZER if family.sees else TOKENIZER).save_pretrained(self.path)
+        if family.sees:
+            family_images.write_processor(self.path)
+
+    @property
+    def _loader(self) -> Any:
+        return transformers.AutoModelForImageTextToText if self.family.sees else transformers.AutoModelForCausalLM
 
     def built(self, lora: LoraSpec | None = None, path: Path | None = None) -> BuiltModel:
         spec = PathModel(path=str(path or self.path), lora=lora)
-        return training.model(spec, Float32Precision(), 0, CPU)
+        return training.model(spec, Float32Precision(), 0, CPU, images=self.place / "images")
 
     def plain(self, path: Path | None = None) -> Any:
         """The model as transformers alone loads it."""
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        return self._loader.from_pretrained(
             path or self.path, dtype=torch.float32, attn_implementation=self.family.attention
         ).eval()
 
@@ -211,12 +222,29 @@ def near(ours: Tensor, theirs: Tensor, most: float = NEAR) -> None:
         raise Different(f"logprobs differ by {gap:.2g}")
 
 
-def step(model: BuiltModel, lr: float = 1e-2) -> None:
+def same_gradient(model: BuiltModel, given: Sequence[Trajectory]) -> None:
+    """Require of a packed batch the gradient of its sequences one by one."""
+    gradients: list[dict[str, Tensor]] = []
+    for groups in ([[[row] for row in given]], [[[row]] for row in given]):
+        model.policy.module.zero_grad()
+        for each in groups:
+            (micro,) = batch_of(each, shares_never)
+            model.policy.logprobs(micro, 1.0).logprobs_N.sum().backward()
+        gradients.append(
+            {name: tensor.grad.clone() for name, tensor in model.policy.trainable() if tensor.grad is not None}
+        )
+    packed, single = gradients
+    for name in single:
+        if not (packed[name] - single[name]).norm() <= 10 * NEAR * (1 + single[name].norm()):
+            raise Different(f"the gradient of {name} differs between packed and single sequences")
+
+
+def step(model: BuiltModel, lr: float = 1e-2, given: Sequence[Trajectory] = ()) -> None:
     """Train one step on the recordings. Every part that should move must have a gradient."""
     stage = SftStage(steps=1, lr=lr)
     trainer = training.trainer(stage, model, training.sft_algorithm(), 0, 0)
     before = {name: tensor.detach().clone() for name, tensor in model.policy.trainable()}
-    metrics = trainer.step(training.batches(stage, model, training.sft_algorithm())([rows()], 0))
+    metrics = trainer.step(training.batches(stage, model, training.sft_algorithm())([[*(given or rows())]], 0))
     if not metrics["grad/norm"] > 0:
         raise Different("the gradient is 0")
     if all(torch.equal(before[name], tensor) for name, tensor in model.policy.trainable()):
@@ -273,19 +301,7 @@ def trees(bench: Bench) -> None:
 def sft(bench: Bench) -> None:
     """The gradient of a packed batch is that of its sequences one by one; and a step of LoRA and of all weights."""
     model = bench.built()
-    gradients: list[dict[str, Tensor]] = []
-    for groups in ([[[row] for row in rows()]], [[[row]] for row in rows()]):
-        model.policy.module.zero_grad()
-        for each in groups:
-            (micro,) = batch_of(each, shares_never)
-            model.policy.logprobs(micro, 1.0).logprobs_N.sum().backward()
-        gradients.append(
-            {name: tensor.grad.clone() for name, tensor in model.policy.trainable() if tensor.grad is not None}
-        )
-    packed, single = gradients
-    for name in single:
-        if not (packed[name] - single[name]).norm() <= 10 * NEAR * (1 + single[name].norm()):
-            raise Different(f"the gradient of {name} differs between packed and single sequences")
+    same_gradient(model, rows())
     step(model)
     step(bench.built(LoraSpec(rank=4)))
 
@@ -349,21 +365,76 @@ def ranks(bench: Bench) -> None:
                 raise Different(f"the rows of {name} are not the weight's")
 
 
-CELLS: dict[str, Callable[[Bench], None]] = {
+TEXT_ONLY = "text only"
+
+
+def seen(model: BuiltModel, store: ImageStore) -> list[Trajectory]:
+    """Return siblings: two that differ in their second image's pixels alone, one with the first image alone; then one
+    of text, and one that has said an image's token itself."""
+    source = model.policy.vision.images
+    first = store.put(family_images.drawn(40, 56))
+    second, other = (store.put(family_images.drawn(33, 90, seed)) for seed in (1, 2))
+    opening, question = "<|user|>compare ", " in a few words<|end|><|assistant|>"
+    said = family_images.MARKS[2]
+    return [
+        family_images.shown(source, [opening, first, " and ", second, question], "rather red<|end|>"),
+        family_images.shown(source, [opening, first, " and ", other, question], "rather red, or blue<|end|>"),
+        family_images.shown(source, [opening, first, question], "no<|end|>"),
+        family_images.shown(source, [opening, "nothing", question], f"why {said}{said}?<|end|>"),
+    ]
+
+
+def images(bench: Bench) -> str:
+    """The checks of text, on rows with images; and the tower does not move."""
+    if not bench.family.sees:
+        return TEXT_ONLY
+    for spec in (None, LoraSpec(rank=4)):
+        model = bench.built(spec)
+        source, given = model.policy.vision.images, seen(model, ImageStore(bench.place / "images"))
+        tower = model.policy.module.model.visual
+        before = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
+        alone = torch.cat([scores(model, [[row]])[0] for row in given])
+        plain = bench.plain()
+        near(alone[: -given[-1].num_trained], by_images(plain, given[:-1], source))  # it takes said tokens for places
+        near(scores(model, [[row] for row in given])[0], alone)
+        for siblings in (given[:2], given[1:3]):
+            (tree,) = scores(model, [siblings], lambda apart, tree: True)
+            near(tree, torch.cat([scores(model, [[row]])[0] for row in siblings]))
+        same_gradient(model, given)
+        step(model, given=given)
+        if any(not torch.equal(before[name], now) for name, now in tower.state_dict().items()):
+            raise Different("the vision tower has moved")
+        place = bench.place / f"seeing-{'adapter' if spec else 'whole'}"
+        training.export(model, place)
+        now = torch.cat([scores(model, [[row]])[0] for row in given[:-1]])
+        near(now, by_images(bench.plain(place), given[:-1], source))
+        again = bench.built(path=place)
+        near(now, torch.cat([scores(again, [[row]])[0] for row in given[:-1]]))
+        first = given[0].images[0].digest
+        if not torch.equal(again.policy.vision.images.pixels(first), source.pixels(first)):
+            raise Different("the exported processor makes other pixels")
+    return "yes"
+
+
+def by_images(module: Any, given: Sequence[Trajectory], source: Any) -> Tensor:
+    return torch.cat([family_images.transformers_logprobs(module, row, source) for row in given])
+
+
+CELLS: dict[str, Callable[[Bench], str | None]] = {
     "trainer": trainer, "packing": packing, "prompt trees": trees, "SFT": sft, "all weights, inproc": all_weights,
     "disk": disk, "LoRA, inproc": lora, "adapter": adapter, "int8, nf4": quantized, "export": export, "ranks": ranks,
+    "images": images,
 }  # fmt: skip
 
 
 def outcome(cell: str, bench: Bench) -> str:
-    """Return "yes", or the sentence of the refusal. Everything else is raised."""
+    """Return "yes", TEXT_ONLY, or the sentence of the refusal. Everything else is raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            CELLS[cell](bench)
+            return CELLS[cell](bench) or "yes"
         except TandemError as error:
             return re.sub(r"\{[^}]*\}", "{...}", str(error).replace(str(bench.path), "MODEL"))  # sets have no order
-    return "yes"
 
 
 @cache
@@ -396,6 +467,7 @@ family at a tiny size with random weights, on a CPU in float32, as transformers 
 | int8, nf4 | the same with adapters on a base in few bits |
 | export | plain transformers loads what was exported after a step, with the trainer's logprobs |
 | ranks | several ranks can read the model's files by rows |
+| images | trainer, packing, prompt trees, SFT and export hold for rows with images, too; the vision tower is frozen |
 
 Layers that read a row from its left (gated delta net, short convolution, Mamba) would mix the sequences of a row. So in
 Qwen3-Next, Qwen3.5, LFM2, Granite 4, Jamba, Falcon-H1 and OLMo hybrid each sequence has a row of its own, beside
@@ -414,7 +486,7 @@ def page() -> str:
     lines = [f"| family | models | {' | '.join(CELLS)} |", f"|---|---|{'---|' * len(CELLS)}"]
     for name, family in FAMILIES.items():
         told = [
-            each if each == "yes" else f"[{refusals.setdefault(each, len(refusals) + 1)}](#refusals)"
+            each if each in ("yes", TEXT_ONLY) else f"[{refusals.setdefault(each, len(refusals) + 1)}](#refusals)"
             for each in outcomes(name).values()
         ]
         lines.append(f"| {name} | {family.models} | {' | '.join(told)} |")

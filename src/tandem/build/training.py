@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from tandem.build import optimizers
+from tandem.build import optimizers, sight
 from tandem.errors import SpecError
 from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
 from tandem.protocols import Algorithm, Credit, Environment, Trainer
@@ -144,15 +144,21 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def run_model(spec: RunSpec, crew: Crew | None) -> BuiltModel:
-    """Build the model of a run: in this process, or on all ranks of the crew."""
+def run_model(spec: RunSpec, crew: Crew | None, images: Path | None = None) -> BuiltModel:
+    """Build the model of a run: in this process, or on all ranks of the crew. `images`: where the run keeps its images;
+    None: a model that sees gets text only."""
     device = settle_torch(spec)
     max_context = getattr(getattr(spec, "engine", None), "max_context", 0)  # SFT has no engine
     if crew is not None:
         return crew.order("model", max_context=max_context)[0]
     scores = isinstance(spec, PreferenceSpec) and isinstance(spec.algorithm, RewardModelSpec)
     parallel = settled(spec.parallel, deterministic=spec.deterministic)
-    return model(spec.model, spec.precision, spec.seed, device, max_context, parallel=parallel, scores=scores)
+    built = model(
+        spec.model, spec.precision, spec.seed, device, max_context, parallel=parallel, scores=scores, images=images
+    )  # fmt: skip
+    if built.policy.vision is not None:
+        sight.refuse_unsupported(spec)
+    return built
 
 
 def model(
@@ -166,10 +172,11 @@ def model(
     parallel: ParallelSpec = ONE_PROCESS,
     scores: bool = False,
     in_engine: bool = False,
+    images: Path | None = None,
 ) -> BuiltModel:
     """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
     rank calls this, and keeps its rows. `scores`: make it a reward model. `in_engine`: ranks will train in the memory
-    of an engine's workers."""
+    of an engine's workers. `images`: a directory, for a model that sees."""
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
@@ -194,7 +201,9 @@ def model(
             module = existing_model(spec, precision, device)
     if warm_start is not None:
         module = begin_with(module, warm_start)  # before narrow, so that no bit of 32 is lost
-    renderer = Renderer(tokenizer, thinking=spec.thinking)
+    way_out = "set parallel.ranks = 1" if crew else "choose another algorithm.kind" if scores else ""
+    source, processor = sight.of_model(spec, module, images, way_out)
+    renderer = Renderer(tokenizer, thinking=spec.thinking, images=source)
     kind = CausalPolicy
     if scores:
         kind, module = RewardPolicy, with_reward_head(module, tokenizer, renderer.end_id)
@@ -202,6 +211,7 @@ def model(
     options: dict[str, Any] = {
         "lora": spec.lora, "adapter": adapter, "activations": spec.activations, "packed": spec.attention == "packed",
         "compiled": spec.compile, "end_ids": renderer.end_ids, "never_ends": renderer.never_ends,
+        "images": source, "processor": processor,
     }  # fmt: skip
     policy: Any
     if crew is not None:

@@ -12,9 +12,9 @@ from torch import Tensor
 @torch.no_grad()
 def narrow(module: Any, device: torch.device, adopt: Callable[[str, Tensor], Tensor] | None) -> None:
     """Convert parameter by parameter, directly onto the device. `adopt(name, exact)` returns the 16-bit tensor for an
-    exact one, and may keep the missing bits; without it, weights are rounded. Buffers are not changed: with a rotary
-    table in bf16 it would be another model."""
+    exact one, and may keep the missing bits; without it, and if frozen, weights are rounded. Buffers are not changed:
+    with a rotary table in bf16 it would be another model."""
     for name, parameter in module.named_parameters():
         exact = parameter.data.to(device)
-        parameter.data = adopt(name, exact) if adopt else exact.to(torch.bfloat16)
+        parameter.data = adopt(name, exact) if adopt and parameter.requires_grad else exact.to(torch.bfloat16)
     module.config.dtype = torch.bfloat16

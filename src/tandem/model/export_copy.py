@@ -15,21 +15,29 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+PROCESSOR = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+"""The files that say how a model is given images; the template itself is the tokenizer's."""
 _INNER = "base_model.model."  # PEFT's prefix of the wrapped module's names
 
 
 class Deployer:
-    def __init__(self, module: Any, adapter: Any, tokenizer: Any) -> None:
-        """`adapter`: PEFT's view of the module, if adapters are trained."""
+    def __init__(self, module: Any, adapter: Any, tokenizer: Any, processor: Mapping[str, bytes] | None = None) -> None:
+        """`adapter`: PEFT's view of the module, if adapters are trained. `processor`: more files for the copy."""
         self._module, self._adapter = module, adapter
         trained = {tensor.data_ptr() for _, tensor in module.named_parameters() if tensor.requires_grad}
         self._fixed = [name for name, tensor in module.state_dict().items() if tensor.data_ptr() not in trained]
-        self._tokenizer = tokenizer_files(tokenizer)  # read now, because a tokenizer is not thread-safe
+        # Read now, because a tokenizer is not thread-safe.
+        self._files = {**tokenizer_files(tokenizer), **(processor or {})}
 
     def write(self, trained: Mapping[str, Tensor], directory: Path) -> None:
         """Write the copy. `trained`: values by the names of the policy's trainable parameters."""
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self._tokenizer.items():
+        for name, content in self._files.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
         if self._adapter is None:
@@ -63,6 +71,15 @@ def name_ends(module: Any, tokenizer: Any, end_ids: Collection[int], never_ends:
             config.eos_token_id = ends[0] if len(ends) == 1 else ends
         if config.pad_token_id is None or config.pad_token_id < 0:
             config.pad_token_id = tokenizer.pad_token_id
+
+
+def processor_files(path: str, revision: str) -> dict[str, bytes]:
+    """Return those of a directory or a hub model, as they are."""
+    from transformers.utils.hub import cached_file
+
+    options: Any = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    found = {name: cached_file(path, name, **options) for name in PROCESSOR}
+    return {name: Path(file).read_bytes() for name, file in found.items() if file}
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:

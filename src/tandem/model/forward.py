@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._functorch import config as functorch
 from tandem.ops import attention_masks, packed_attention
 from tandem.ops.lm_head import Head
 from tandem.ops.row_packing import micro_batches
-from tandem.types import MicroBatch, PackedRows
+from tandem.types import ImageRows, MicroBatch, PackedRows
 
 _log = logging.getLogger(__name__)
 
@@ -82,12 +82,12 @@ class Forward:
     def hidden(self, head: Head, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return hidden states, and for each trained token the index of the one that predicts it."""
         if not self.why_masked and head.config.get_text_config()._attn_implementation == packed_attention.NAME:
-            hidden_TH = _packed(head.body, micro.ids_BT, micro.positions_BT, micro.packed)
+            hidden_TH = _packed(head.hidden, micro.ids_BT, micro.positions_BT, micro.packed, micro.images)
             return hidden_TH, micro.packed.place_of[micro.source_N]
         if attention_masks.computed_alone(head.config):
             return _each_alone(head, micro), micro.packed.place_of[micro.source_N]
         mask, positions_BT = _mask(head.config, micro.segments_BT, micro.parents_BT, micro.positions_BT)
-        return head.hidden(micro.ids_BT, positions_BT, mask).flatten(0, 1), micro.source_N
+        return head.hidden(micro.ids_BT, positions_BT, mask, images=micro.images).flatten(0, 1), micro.source_N
 
 
 def _each_alone(head: Head, micro: MicroBatch) -> Tensor:
@@ -112,11 +112,20 @@ def _each_alone(head: Head, micro: MicroBatch) -> Tensor:
     return torch.cat(found)
 
 
-def _packed(body: Any, ids_BT: Tensor, positions_BT: Tensor, packed: PackedRows) -> Tensor:
+def _packed(
+    hidden: Callable[..., Tensor],
+    ids_BT: Tensor,
+    positions_BT: Tensor,
+    packed: PackedRows,
+    images: ImageRows | None = None,
+) -> Tensor:
+    """`hidden`: as that of a Head."""
     ids_1T, positions_1T = (each.flatten()[packed.tokens_T][None] for each in (ids_BT, positions_BT))
+    if images is not None:
+        rotary_31T = images.rotary_3BT.flatten(1)[:, None, packed.tokens_T]
+        images = ImageRows(rotary_31T, packed.place_of[images.places_P], images.digests)
     mask = packed_attention.no_mask(ids_1T.device)
-    given = {"attention_mask": mask, "use_cache": False, "spans": packed.spans}
-    return body(input_ids=ids_1T, position_ids=positions_1T, **given).last_hidden_state[0]
+    return hidden(ids_1T, positions_1T, mask, images=images, spans=packed.spans)[0]
 
 
 def _mask(config: Any, segments_BT: Tensor, parents_BT: Tensor, positions_BT: Tensor) -> tuple[Any, Tensor]:
@@ -168,12 +177,15 @@ class _Trial:
         return ids.view(2, 16)
 
     def hidden(self, changed: slice | None = None) -> Tensor:
-        return _packed(self.body, self.ids(changed), self.positions_BT, self.packed)
+        return _packed(self._body, self.ids(changed), self.positions_BT, self.packed)
 
     def masked(self) -> Tensor:
         mask, positions_BT = _mask(self.config, self.segments_BT, self.parents_BT, self.positions_BT)
-        body_BTH = self.body(input_ids=self.ids(), position_ids=positions_BT, attention_mask=mask, use_cache=False)
-        return body_BTH.last_hidden_state.flatten(0, 1)[self.packed.tokens_T]
+        return self._body(self.ids(), positions_BT, mask).flatten(0, 1)[self.packed.tokens_T]
+
+    def _body(self, ids_BT: Tensor, positions_BT: Tensor, mask: Any, images: None = None, **more: Any) -> Tensor:
+        given = {"attention_mask": mask, "use_cache": False, **more}
+        return self.body(input_ids=ids_BT, position_ids=positions_BT, **given).last_hidden_state
 
 
 @torch.no_grad()

@@ -11,15 +11,18 @@ import torch
 from tandem.errors import SpecError
 from tandem.io.gguf.directory import model_directory
 from tandem.io.model_path_check import refuse_adapter, refuse_no_model
+from tandem.ops.vision import sees
 
 
 def load_model(path: str, revision: str, attention: str, field: str = "model.path") -> Any:
     """Load a model. `field`: the field of the spec that errors name."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = model_directory(path, field)
-    attention = supported_attention(refuse_unfit(path, revision, field), attention)
-    return load_whole(AutoModelForCausalLM, path, field, revision=revision, attn_implementation=attention)
+    config = refuse_unfit(path, revision, field)
+    loader = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    attention = supported_attention(config, attention)
+    return load_whole(loader, path, field, revision=revision, attn_implementation=attention)
 
 
 def supported_attention(config: Any, wanted: str) -> str:
@@ -67,6 +70,25 @@ def refuse_incomplete(module: Any, report: Any, source: str, field: str, *, noth
     refuse_faults(faults, f"{field} = '{source}': is no whole checkpoint of {type(module).__name__}")
 
 
+def refuse_other_images(config: Any, path: str, field: str) -> None:
+    """Raise SpecError for a model that sees images in a way that is not supported, and cannot be loaded without."""
+    from transformers.models.auto import modeling_auto as auto
+
+    of_text, of_images = auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if sees(config) or type(config) in of_text or type(config) not in of_images:
+        return
+    raise SpecError(
+        f"{field} = '{path}': {config.model_type} sees images in a way that is not supported; set {field} to a dense "
+        "Qwen3-VL (Qwen/Qwen3-VL-2B-Instruct, -4B-, -8B-, -32B-), or to a model of text"
+    )
+
+
+def refuse_images(config: Any, path: str, field: str, way_out: str) -> None:
+    """Raise SpecError for a model that sees, where that is not supported."""
+    if sees(config):
+        raise SpecError(f"{field} = '{path}': {config.model_type} sees images, which is not supported here; {way_out}")
+
+
 def refuse_faults(faults: dict[str, Iterable[str]], what: str) -> None:
     """Raise SpecError, with the count and the first names of each kind, if there are any faults."""
     found = {kind: sorted(names) for kind, names in faults.items()}
@@ -100,6 +122,7 @@ def refuse_unfit(path: str, revision: str, field: str = "model.path", *, reward_
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise SpecError(f"{field} = '{path}': no causal language model can be loaded from it: {error}") from error
+    refuse_other_images(config, path, field)
     has_score = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
     if has_score is not reward_model:
         what = "has a score for a head (a reward model)" if has_score else "has no score for a head: no reward model"

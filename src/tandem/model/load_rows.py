@@ -21,7 +21,7 @@ from tandem.errors import CheckpointError, SpecError
 from tandem.io import row_file
 from tandem.io.gguf.directory import model_directory
 from tandem.io.safetensors_format import KNOWN
-from tandem.model.load_checkpoint import refuse_incomplete, refuse_unfit, supported_attention
+from tandem.model.load_checkpoint import refuse_images, refuse_incomplete, refuse_unfit, supported_attention
 from tandem.ops.parts import Box
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -47,7 +47,9 @@ def opened_model(
     renamed or tied. Rows can be read until the block ends.
     """
     path = model_directory(path, field)
-    attention = supported_attention(refuse_unfit(path, revision, field), attention)
+    config = refuse_unfit(path, revision, field)
+    refuse_images(config, path, field, _ONE_RANK)
+    attention = supported_attention(config, attention)
     with ExitStack() as stack:
         try:
             files = [stack.enter_context(row_file.opened(file)) for file in _files(path, revision)]
@@ -107,7 +109,8 @@ def _skeleton(
     return module, sources
 
 
-_BY_ROWS = "its rows cannot be read by several ranks; set parallel.ranks = 1"
+_ONE_RANK = "set parallel.ranks = 1"
+_BY_ROWS = f"its rows cannot be read by several ranks; {_ONE_RANK}"
 
 
 def refuse_converted(module: Any, path: str, field: str) -> None:
@@ -115,6 +118,7 @@ def refuse_converted(module: Any, path: str, field: str) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
+    refuse_images(module.config, path, field, _ONE_RANK)
     found = [each for each in get_model_conversion_mapping(module) if not isinstance(each, WeightRenaming)]
     if found:
         name = type(module).__name__

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tandem.errors import SpecError
+from tandem.ops.vision import TOWER, sees
 from tandem.spec.model import LoraSpec
 
 
@@ -34,7 +35,10 @@ def add_lora(module: Any, spec: LoraSpec) -> Any:
             "'all-linear'"
         )
     alpha: Any = spec.alpha  # peft's annotation says int, but any number works
-    config = LoraConfig(r=spec.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=spec.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM",
+        exclude_modules=TOWER if sees(module.config) else None,
+    )  # fmt: skip
     try:
         return attach(module, config)
     except ValueError as error:

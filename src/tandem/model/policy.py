@@ -26,6 +26,8 @@ from tandem.model.warm_start import begin_adapter
 from tandem.ops import attention_masks, packed_attention
 from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors, move_in, stand_on
+from tandem.ops.vision import Vision, sees
+from tandem.protocols import ImageSource
 from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
 
@@ -54,12 +56,17 @@ class CausalPolicy:
         place: Callable[[Any, Any], Inside] | None = None,
         end_ids: Collection[int] = (),
         never_ends: Collection[int] = (),
+        images: ImageSource | None = None,
+        processor: Mapping[str, bytes] | None = None,
     ) -> None:
         """`adapter`: path of a saved adapter that `lora` starts from. `packed`, `compiled`: see model/forward.py.
         `place` gets the module and PEFT's view of it, moves its weights to their place, and returns how to run it.
-        `end_ids`, `never_ends`: what ends an answer, and what does not; an export's configs say so."""
+        `end_ids`, `never_ends`: what ends an answer, and what does not; an export's configs say so. `images`: for a
+        model that sees; without it, the model gets text only. `processor`: files that an export gets, too."""
         name_ends(module, tokenizer, end_ids, never_ends)
         self.module, self.tokenizer = module, tokenizer
+        self.vision = Vision(module, images) if images is not None else None
+        self._processor = dict(processor or {})
         self._adapter = add_lora(module, lora) if lora else None
         if lora and adapter:
             begin_adapter(self._adapter, lora, adapter)
@@ -84,13 +91,15 @@ class CausalPolicy:
         self._inside(self.head.check, module)
 
     def _make_head(self, module: Any) -> Head:
-        return Head(module, len(self.tokenizer))
+        return Head(module, len(self.tokenizer), self.vision)
 
     # --- scoring
 
     def logprobs(self, micro: MicroBatch, temperature: float, top_p: float = 1.0) -> TokenLogprobs:
         with self.activations.watching():
             if not self.context_grad:
+                if micro.images is not None:
+                    raise SpecError("context_grad = 'none' does not support images; set context_grad = 'full'")
                 if self.forward.why_alone:
                     raise SpecError(
                         f"model: {self.forward.why_alone}; that does not go with a context without gradient"
@@ -108,12 +117,17 @@ class CausalPolicy:
         self._reference, self._adapter_then = None, []
         if self._adapter is None:
             frozen = copy.deepcopy(self.module).requires_grad_(False)
-            self._reference = Head(frozen, len(self.tokenizer))
+            self._reference = Head(frozen, len(self.tokenizer), self.vision)  # whose tower never moves
         elif any(".lora_B." in name and tensor.any() for name, tensor in self.trainable()):
             self._adapter_then = [tensor.detach().clone() for _, tensor in self.trainable()]  # the base never moves
 
     def follow(self, teacher: Any) -> None:
         """Make another model with the same vocabulary the reference of `reference_logprobs`."""
+        if sees(teacher.config) or self.vision is not None:
+            raise SpecError(
+                "algorithm.teacher: distillation does not support models that see images; name a policy and a teacher "
+                "of text"
+            )
         attention_masks.computed_alone(teacher.config)  # refuses what cannot be computed at all
         if self.forward.shares_freely and not packed_attention.why_not(teacher):
             packed_attention.engage(teacher)
@@ -229,13 +243,17 @@ class CausalPolicy:
             whole = merged(self.module) if few_bits else copy.deepcopy(self._adapter).merge_and_unload()
             whole.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
+        for name, content in self._processor.items():
+            (path / name).write_bytes(content)
 
     def deployer(self) -> Callable[[Mapping[str, Tensor], Path], None]:
         """Return a function that writes such a checkpoint with given values, on any thread."""
-        return Deployer(self.module, self._adapter, self.tokenizer).write
+        return Deployer(self.module, self._adapter, self.tokenizer, self._processor).write
 
 
 def _why_not_compiled(module: Any, activations: ActivationPolicy) -> str:
     if activations == "offload":
         return "model.activations = 'offload' moves single tensors, and compiled layers do not expose them"
+    if sees(module.config):
+        return "a model that sees images adds their features between its layers, which was not tried with compiled ones"
     return "quantized weights use kernels that cannot be compiled" if quantized_parts(module) else ""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tandem.errors import SpecError
 from tandem.io.gguf.directory import model_directory
-from tandem.model.load_checkpoint import load_whole, refuse_unfit, supported_attention
+from tandem.model.load_checkpoint import load_whole, refuse_images, refuse_unfit, supported_attention
 from tandem.model.lora import quiet_bitsandbytes
 
 
@@ -32,7 +32,9 @@ def load_quantized(
     refuse_missing_package(base)
     quiet_bitsandbytes()
     path = model_directory(path)
-    attention = supported_attention(refuse_unfit(path, revision), attention)
+    config = refuse_unfit(path, revision)
+    refuse_images(config, path, "model.path", "set model.lora.base = 'exact'")
+    attention = supported_attention(config, attention)
     bits = (
         BitsAndBytesConfig(load_in_8bit=True)
         if base == "int8"

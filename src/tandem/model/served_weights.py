@@ -126,13 +126,15 @@ def adapted(module: Any) -> list[Adapted]:
 
 def adapter_config(adapted: Any) -> dict[str, Any]:
     """Return the config that PEFT stores with these tensors. alpha = r, because B contains the scale."""
-    config = adapted.peft_config["default"]
+    config, names = adapted.peft_config["default"], adapted.targeted_module_names
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": config.r,
         "lora_alpha": config.r,
-        "target_modules": sorted(config.target_modules),
+        "target_modules": sorted(
+            target for target in config.target_modules if any(f".{name}".endswith(f".{target}") for name in names)
+        ),
         "lora_dropout": 0.0,
         "bias": "none",
         "base_model_name_or_path": None,

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.errors import SpecError
 from tandem.ops import byte_sizes, fused_logprobs
+from tandem.ops.vision import Vision
+from tandem.types import ImageRows
 
 
 class Head:
@@ -23,10 +25,12 @@ class Head:
     vocabulary (`num_ids` and above), which are no tokens, are left out of the distribution.
     """
 
-    def __init__(self, module: Any, num_ids: int) -> None:
+    def __init__(self, module: Any, num_ids: int, vision: Vision | None = None) -> None:
+        """`vision`: for `images`, where the model sees."""
         config = module.config.get_text_config()
         self.config = module.config
         self.body: nn.Module = module.base_model
+        self.vision = vision
         self.linear: nn.Module = module.get_output_embeddings()
         self.num_ids = min(num_ids, config.vocab_size)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -34,17 +38,38 @@ class Head:
             getattr(config, "logits_scaling", None) or 1.0
         )
 
-    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, mask: Any, cache: Any = None, **more: Any) -> Tensor:
-        """`more`: for the attention, as ops/packed_attention.py takes it."""
-        out = self.body(
-            input_ids=ids_BT,
-            position_ids=positions_BT,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **more,
-        )
-        return out.last_hidden_state
+    def hidden(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        mask: Any,
+        cache: Any = None,
+        images: ImageRows | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """`images`: those among the ids, with the positions of the rotary embedding; `positions_BT` then only decides
+        the mask, where none is given. `more`: for the attention, as ops/packed_attention.py takes it."""
+        given = {"attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None, **more}
+        if images is None:
+            return self.body(input_ids=ids_BT, position_ids=positions_BT, **given).last_hidden_state
+        return self._seeing(ids_BT, positions_BT, images, given).last_hidden_state
+
+    def _seeing(self, ids_BT: Tensor, positions_BT: Tensor, images: ImageRows, given: dict[str, Any]) -> Any:
+        """Run the body with features at the places of images. Their ids do not matter: a model may sample such an id
+        where there is no image."""
+        assert self.vision is not None, "images are given to a head without a vision tower"
+        body: Any = self.body
+        embeds_BTH = body.get_input_embeddings()(ids_BT)
+        if images.digests:
+            embeds_PH, deep = self.vision.features(images.digests)
+            flat_H = embeds_BTH.flatten(0, 1).index_copy(0, images.places_P, embeds_PH.to(embeds_BTH.dtype))
+            embeds_BTH = flat_H.view_as(embeds_BTH)
+            order_P = images.places_P.argsort()  # the body adds features in the order of the row's places
+            seen_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+            seen_BT.view(-1)[images.places_P] = True
+            given |= {"visual_pos_masks": seen_BT, "deepstack_visual_embeds": [layer[order_P] for layer in deep]}
+        positions_4BT = torch.cat([positions_BT[None], images.rotary_3BT])  # as transformers has them
+        return body.language_model(inputs_embeds=embeds_BTH, position_ids=positions_4BT, **given)
 
     def why_not_fused(self, top_p: float = 1.0) -> str:
         """Return why `logprobs` uses the module in checkpointed chunks instead of the kernel; empty if it uses the

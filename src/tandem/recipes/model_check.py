@@ -17,6 +17,7 @@ from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import SpecError, TandemError
 from tandem.io.gguf.source import gguf_of
 from tandem.io.model_path_check import refuse_missing
+from tandem.ops.vision import sees
 from tandem.recipes import plan_run as plans
 from tandem.spec.bridges import BRIDGES
 from tandem.spec.engine import HfEngineSpec
@@ -111,6 +112,7 @@ def _facts(spec: PathModel, model: BuiltModel, dtype: str) -> dict[str, Any]:
         "family": f"{config.model_type} ({type(module).__name__})",
         "parameters": sum(tensor.numel() for tensor in module.parameters()),
         "loaded as": f"{dtype}, on {model.device.type}",
+        **({"images": "sees images (tower frozen)"} if sees(module.config) else {}),
         "layers": config.num_hidden_layers,
         "attention": config._attn_implementation,
         "vocabulary": f"{config.vocab_size:,} ids, of which the tokenizer has {model.num_ids:,}",
@@ -143,6 +145,8 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     linears = {type(part).__name__ for part in module.modules()} & {"Linear", "Conv1D"}
     found["model.lora"] = "yes" if linears else "no linear layers"
     found["model.lora.base"] = "int8, nf4" if find_spec("bitsandbytes") else "bitsandbytes is not installed"
+    if sees(module.config):
+        found["model.lora.base"] = "no, for it sees images"
     found["parallel.ranks"] = training.why_not_ranks(model, spec.path) or "yes"
     return found
 

@@ -34,7 +34,7 @@ async def train_supervised(
 ) -> None:
     """Train as the spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
-    model = training.run_model(spec, crew)
+    model = training.run_model(spec, crew, run.directory / "images")
     for note in engaged.options(spec, model):
         run.note_option(*note)
     for text in model.renderer.mended:

@@ -71,7 +71,8 @@ class PathModel(_ModelSpecBase):
     """An existing model: a directory in Hugging Face format, a GGUF file, or a hub id."""
 
     path: Annotated[str, LocalPath()] = Field(min_length=1)
-    """Directory or hub id of a model that AutoModelForCausalLM can load, a GGUF file, or a folder that holds one."""
+    """Directory or hub id of a model that AutoModelForCausalLM can load, a GGUF file, or a folder that holds one; or of
+    a dense Qwen3-VL, which sees images and whose vision tower is frozen."""
     revision: str = "main"
     """Branch, tag or commit of a hub id. `path = "org/name@revision"` sets it, too."""
 

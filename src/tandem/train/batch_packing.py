@@ -3,13 +3,14 @@
 Siblings begin with the same prompt. If it is cheaper, a group becomes one tree: the prompt once, then each sibling's
 own tokens as a branch that attends to the prompt and itself. Sequences and trees are packed, longest first, into rows
 that are no longer than the longest of them. Rows of similar length share a micro-batch. A row with one plain sequence
-needs no mask.
+needs no mask. Tokens of equal ids are one prompt only if they stand for equal images.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -19,9 +20,20 @@ from torch import Tensor
 
 from tandem.ops.byte_sizes import Shares
 from tandem.ops.packed_attention import pack
+from tandem.ops.rotary_positions import rotary_positions
 from tandem.ops.row_packing import common_prefix, first_fit, in_shares, micro_batches
 from tandem.protocols import Algorithm
-from tandem.types import NO_VERSION, UNKNOWN_VERSION, Batch, Group, MicroBatch, Totals, Trajectory
+from tandem.types import (
+    NO_VERSION,
+    UNKNOWN_VERSION,
+    Batch,
+    Group,
+    ImageRows,
+    MicroBatch,
+    PlacedImage,
+    Totals,
+    Trajectory,
+)
 
 _Code: TypeAlias = Literal["q", "f"]
 _Array: TypeAlias = npt.NDArray[Any]
@@ -129,9 +141,22 @@ def _share_prompt(samples: list[TrainSample], shares: Shares, micro_tokens: int,
         return alone
     trajectories = [sample.trajectory for sample in samples]
     first_trained = min(trajectory.trained.index(True) for trajectory in trajectories)
-    tree = _RowItem(samples, common_prefix([trajectory.ids[:first_trained] for trajectory in trajectories]))
+    prefix = common_prefix([trajectory.ids[:first_trained] for trajectory in trajectories])
+    tree = _RowItem(samples, _without_other_images(prefix, [trajectory.images for trajectory in trajectories]))
     cheaper = shares([item.length for item in alone], tree.length)
     return [tree] if cheaper and tree.length <= micro_tokens else alone
+
+
+def _without_other_images(prefix: int, images: Iterable[Sequence[PlacedImage]]) -> int:
+    """Cut a common prefix before the first image that is not in all sequences. An equal image is never cut: none of its
+    tokens is trained."""
+    for each in zip_longest(*images):
+        begins = min(image.offset for image in each if image is not None)
+        if begins >= prefix:
+            break
+        if each[0] is None or each.count(each[0]) < len(each):
+            return begins
+    return prefix
 
 
 def _pack(items: Sequence[_RowItem]) -> list[_PackedRow]:
@@ -162,6 +187,9 @@ class _Columns:
         self.source, self.target, self.versions, self.sequences = (_Pieces("q") for _ in range(4))
         self.credit, self.behaviour, self.lengths, self.reference = (_Pieces("f") for _ in range(4))
         self.groups: list[int] = []
+        self.rotary: list[Tensor] = []
+        self.places: list[Tensor] = []
+        self.digests: list[str] = []
 
     def add_row(self, row: _PackedRow) -> None:
         self._filled = segment = 0
@@ -177,6 +205,7 @@ class _Columns:
         padding = self.width - self._filled
         for pieces, value in ((self.ids, 0), (self.positions, 0), (self.segments, -1), (self.parents, -1)):
             pieces.repeat(value, padding)
+        self.rotary.append(torch.zeros(3, padding, dtype=torch.long))
         self.rows += 1
 
     def _add_sample(self, sample: TrainSample, shared: int, trunk_end: int, segment: int, parent: int) -> None:
@@ -204,7 +233,28 @@ class _Columns:
         self.positions.add(np.arange(start, stop))
         self.segments.repeat(segment, stop - start)
         self.parents.repeat(parent, stop - start)
+        self._add_images(trajectory, start, stop)
         self._filled += stop - start
+
+    def _add_images(self, trajectory: Trajectory, start: int, stop: int) -> None:
+        images = trajectory.images
+        if not images:
+            self.rotary.append(torch.arange(start, stop).expand(3, -1))
+            return
+        self.rotary.append(rotary_positions(stop, images, images[0].merge)[0][:, start:])
+        shift = self.rows * self.width + self._filled - start
+        for image in images:
+            if start <= image.offset < stop:
+                assert image.end <= stop, "an image is cut in two"
+                self.places.append(torch.arange(image.offset, image.end) + shift)
+                self.digests.append(image.digest)
+
+    def images(self, device: torch.device) -> ImageRows | None:
+        """Return the images of the rows; None if there are none."""
+        if not self.digests:
+            return None
+        rotary_3BT = torch.cat(self.rotary, 1).view(3, self.rows, self.width)
+        return ImageRows(rotary_3BT.to(device), torch.cat(self.places).to(device), self.digests)
 
 
 class _Pieces:
@@ -256,4 +306,5 @@ def _to_tensors(rows: list[_PackedRow], device: torch.device) -> MicroBatch:
         on_device(columns.sequences),
         torch.tensor(columns.groups).to(device),
         reference_N if len(reference_N) else None,
+        images=columns.images(device),
     )
