@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from family_images import END, PAD, START, VIDEO, drawn, seeing_tokenizer
-from PIL import Image
+from PIL import Image, ImageColor
 
 from tandem.build.training import close
 from tandem.data.conversation import BadRow, parse_row
 from tandem.data.load import load_rows
 from tandem.data.preference_pairs import parse_pair
-from tandem.env.builtin.count import COLOURS, Count
+from tandem.env.builtin.count import Count
 from tandem.env.human_player import try_environment
 from tandem.env.prompts.environment import Prompts
 from tandem.env.worker_messages import FROM_EPISODE
@@ -396,15 +396,19 @@ def test_samples_show_an_image_as_a_mark(store, tmp_path):
 
 
 def test_counts_answer_is_how_many_cells_of_its_image_have_the_shape(store, tmp_path):
-    environment = Count(grid=3, cell=16, most=4, shapes=1, colours=2, images=60, demo_right=1.0)
+    environment = Count(grid=3, cell=16, most=4, images=60)
     tasks = [*environment.tasks("train"), *environment.tasks("eval")]
     answers = set()
     for task in tasks:
         content = task.messages[0]["content"]
         image = opened(content[0]["image"])
-        centres = [image.getpixel((x, y)) for y in (8, 24, 40) for x in (8, 24, 40)]
-        colour = content[1]["text"].split()[2]
-        assert centres.count(COLOURS[colour]) == task.payload["answer"]
+        cells = [(x, y) for y in (0, 16, 32) for x in (0, 16, 32)]
+        colour, shape = content[1]["text"].removesuffix("s?").split()[2:]
+        of_shape = [
+            cell for cell in cells if (image.getpixel((cell[0] + 2, cell[1] + 2)) == (255,) * 3) == (shape == "circle")
+        ]
+        colours = [image.getpixel((x + 8, y + 8)) for x, y in of_shape]
+        assert colours.count(ImageColor.getrgb(colour)) == task.payload["answer"]
         answers.add(task.payload["answer"])
     assert answers == {0, 1, 2, 3, 4}
     assert len({task.id for task in tasks}) == len(tasks)

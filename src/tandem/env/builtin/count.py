@@ -1,4 +1,4 @@
-"""Built-in environment: count shapes in an image in one turn; the reply's last number is the answer."""
+"""Built-in environment for models that see: count shapes in an image; the reply's last number is the answer."""
 
 from __future__ import annotations
 
@@ -14,62 +14,49 @@ from tandem.io.extras import require_extra
 from tandem.protocols import Chat
 from tandem.types import Message, Outcome, Task
 
-COLOURS = {"red": (214, 40, 40), "blue": (30, 90, 200), "green": (20, 140, 70), "orange": (245, 140, 20)}
-SHAPES = ("circle", "square", "triangle")
-_BACKGROUND = (244, 242, 236)
+KINDS = [(colour, shape) for shape in ("circle", "square") for colour in ("red", "blue", "green", "orange")]
 
 
 @dataclass(frozen=True)
 class Count:
-    """An image with shapes is asked `How many red circles?`; for models that see. No held-out image is in training."""
+    """`How many red circles?` of an image is answered by their number. No held-out image is a training one."""
 
     grid: int = 4
-    """Cells on a side; each holds one shape at most."""
+    """Cells on a side; each has one shape at most."""
     cell: int = 32
     """Side of a cell in pixels."""
     most: int = 6
-    """Largest answer; answers from 0 to this are equally frequent."""
-    shapes: int = 3
-    """Kinds of shapes, from one to three: circles, squares, triangles."""
-    colours: int = 4
-    """Colours, from one to four: red, blue, green, orange."""
+    """The largest answer; all from 0 to this are equally likely."""
+    kinds: int = 8
+    """Kinds of shapes: circles of four colours, then squares."""
     images: int = 2_000
-    """Images of both splits together."""
+    """Images of both splits together; fewer if they repeat."""
     demo_right: float = 0.5
-    """Share of demonstrations that are right; the others miss by one."""
+    """Share of demonstrations that are right; the others say one more."""
 
     def __post_init__(self) -> None:
-        check_params(
-            self, grid=(1, 16), cell=(8, 128), most=(1, self.grid**2), shapes=(1, 3), colours=(1, 4),
-            images=(16, 100_000), demo_right=(0, 1),
-        )  # fmt: skip
+        check_params(self, grid=(1, 16), cell=(8, 128), most=(1, self.grid**2), kinds=(1, 8), images=(1, 10**6))
+        check_params(self, demo_right=(0, 1))
         require_extra("train", "PIL")
 
     def tasks(self, split: str) -> Sequence[Task]:
         rng = random.Random("count")
-        pictures = dict.fromkeys(self._picture(rng) for _ in range(self.images))  # without repeats, in the order drawn
-        return [self._task(each) for each in pictures if in_split(split, str(each.cells))]
+        made = dict.fromkeys(self._made(rng) for _ in range(self.images))  # without repeats, in the order drawn
+        return [self._task(wanted, cells) for wanted, cells in made if in_split(split, cells)]
 
-    def _picture(self, rng: random.Random) -> Picture:
-        """Draw what is in the image first: the answer, and then other shapes in other cells."""
-        kinds = [(colour, shape) for colour in [*COLOURS][: self.colours] for shape in SHAPES[: self.shapes]]
-        wanted, answer = rng.choice(kinds), rng.randint(0, self.most)
-        others = [kind for kind in kinds if kind != wanted]
-        room = self.grid**2 - answer
-        more = rng.choices(others, k=rng.randint(0, room)) if others else []
-        cells = [*[wanted] * answer, *more, *[None] * (room - len(more))]
+    def _made(self, rng: random.Random) -> tuple[int, str]:
+        """Return which kind is asked for, and the kind in each cell."""
+        wanted, answer = rng.randrange(self.kinds), rng.randint(0, self.most)
+        others = ".." + "".join(str(kind) for kind in range(self.kinds) if kind != wanted)
+        cells = [*[str(wanted)] * answer, *rng.choices(others, k=self.grid**2 - answer)]
         rng.shuffle(cells)
-        return Picture(self.grid, self.cell, tuple(cells), wanted)
+        return wanted, "".join(cells)
 
-    def _task(self, picture: Picture) -> Task:
-        colour, shape = picture.wanted
-        content = [
-            {"type": "image", "image": drawn(picture)},
-            {"type": "text", "text": f"How many {colour} {shape}s?"},
-        ]
-        name = "".join("." if each is None else each[0][0] + each[1][0] for each in picture.cells)
-        answer = picture.cells.count(picture.wanted)
-        return Task(f"{colour}-{shape}s-{name}", ({"role": "user", "content": content},), {"answer": answer})
+    def _task(self, wanted: int, cells: str) -> Task:
+        asked = "{} {}s".format(*KINDS[wanted])
+        image = {"type": "image", "image": drawn(cells, self.grid, self.cell)}
+        content = [image, {"type": "text", "text": f"How many {asked}?"}]
+        return Task(f"{asked} {cells}", ({"role": "user", "content": content},), {"answer": cells.count(str(wanted))})
 
     async def run(self, task: Task, chat: Chat) -> Outcome:
         reply = await chat.reply()
@@ -77,45 +64,21 @@ class Count:
         return Outcome(correct, {"correct": correct})
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        answer: int = task.payload["answer"]
-        shown = answer if rng.random() < self.demo_right else answer + rng.choice((-1, 1) if answer else (1,))
-        return [{"role": "assistant", "content": str(shown)}]
-
-
-Kind = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """What an image has in its cells, row by row, and what is asked for."""
-
-    grid: int
-    cell: int
-    cells: tuple[Kind | None, ...]
-    wanted: Kind
+        return [{"role": "assistant", "content": str(task.payload["answer"] + (rng.random() >= self.demo_right))}]
 
 
 @cache  # a run asks for its tasks three times
-def drawn(picture: Picture) -> bytes:
-    """Return the image of a picture as PNG."""
+def drawn(cells: str, grid: int, side: int) -> bytes:
+    """Return the image as PNG."""
     from PIL import Image, ImageDraw
 
-    side, edge = picture.cell, max(1, picture.cell // 8)
-    image = Image.new("RGB", (picture.grid * side, picture.grid * side), _BACKGROUND)
-    canvas = ImageDraw.Draw(image)
-    for place, kind in enumerate(picture.cells):
-        if kind is None:
-            continue
-        top, left = divmod(place, picture.grid)
-        x0, y0 = left * side + edge, top * side + edge
-        x1, y1 = (left + 1) * side - edge - 1, (top + 1) * side - edge - 1
-        colour = COLOURS[kind[0]]
-        if kind[1] == "circle":
-            canvas.ellipse((x0, y0, x1, y1), fill=colour)
-        elif kind[1] == "square":
-            canvas.rectangle((x0, y0, x1, y1), fill=colour)
-        else:
-            canvas.polygon([(x0, y1), (x1, y1), ((x0 + x1) / 2, y0)], fill=colour)
-    content = io.BytesIO()
+    image = Image.new("RGB", (grid * side, grid * side), "white")
+    canvas, edge, content = ImageDraw.Draw(image), side // 8, io.BytesIO()
+    for place, kind in enumerate(cells):
+        if kind != ".":
+            (colour, shape), (row, column) = KINDS[int(kind)], divmod(place, grid)
+            draw = canvas.ellipse if shape == "circle" else canvas.rectangle
+            top, left, size = row * side + edge, column * side + edge, side - 2 * edge - 1
+            draw((left, top, left + size, top + size), fill=colour)
     image.save(content, "PNG", compress_level=1)
     return content.getvalue()
