@@ -14,8 +14,7 @@ import torch
 from family_images import END, PAD, START, VIDEO, drawn, seeing_tokenizer
 from PIL import Image, ImageColor
 
-from tandem.build.training import close
-from tandem.data.conversation import BadRow, parse_row
+from tandem.data.conversation import BadRow, located, parse_row
 from tandem.data.load import load_rows
 from tandem.data.preference_pairs import parse_pair
 from tandem.env.builtin.count import Count
@@ -26,16 +25,14 @@ from tandem.errors import DataError, GroupRefused, ImageError
 from tandem.io.image_parts import interned, portable
 from tandem.io.image_store import MOST_BYTES, ImageStore, opened
 from tandem.io.kept_samples import KeptSamples, samples
-from tandem.rollout.episode import Setting, play
+from tandem.rollout.episode import Setting
 from tandem.rollout.evaluate import evaluate
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.recorded_producer import record
 from tandem.rollout.store import MemoryStore
 from tandem.rollout.teacher import ServedTeacher
 from tandem.rollout.wire.codec import encode
-from tandem.rollout.workers.forkserver_client import Order
-from tandem.rollout.workers.pool import WorkerEnvironment
-from tandem.spec.data import DatasetData, FileData
+from tandem.spec.data import FileData
 from tandem.text.renderer import Renderer
 from tandem.types import Completion, Outcome, PlacedImage, Sampling, Span, Task, Trajectory, text_of
 
@@ -249,18 +246,16 @@ def test_a_row_with_what_is_not_taken_is_refused_with_its_line(store, tmp_path, 
     assert "rows.jsonl:1" in str(error.value)
 
 
-@pytest.mark.slow  # the library of data sets takes a second to import
-def test_only_sft_and_prompts_read_images_and_a_data_set_no_path(store, tmp_path):
-    row = {"prompt": [user(CAT.hex(), {"type": "image", "path": "cat.png"})], "chosen": "yes", "rejected": "no"}
+def test_only_sft_and_prompts_read_images_and_a_data_set_no_path():
+    asked = user({"type": "image", "path": "cat.png"}, "What is it?")
     with pytest.raises(BadRow, match="prompt: content is not text"):
-        parse_pair(row)
+        parse_pair({"prompt": [asked], "chosen": "yes", "rejected": "no"})
     with pytest.raises(BadRow, match="content is not text"):
-        parse_row({"messages": [*row["prompt"], assistant("yes")]})
-    (tmp_path / "hub").mkdir()
-    rows_of(tmp_path / "hub" / "train.jsonl", {"messages": [*row["prompt"], assistant("yes")]})
-    spec = DatasetData(kind="dataset", name=str(tmp_path / "hub"), split="train", eval_share=0.0)
-    with pytest.raises(DataError, match="an image by its path, which only a file can have"):
-        load_rows(spec, "data", lambda messages: interned(messages, store, "image"))
+        parse_row({"messages": [asked, assistant("yes")]})
+    found = parse_row({"messages": [asked, assistant("yes")]}, images=True)
+    assert located(found, Path("/rows"))[0]["content"][0] == {"type": "image", "path": "/rows/cat.png"}
+    with pytest.raises(BadRow, match="an image by its path, which only a file can have"):
+        located(found, None)
 
 
 # --- episodes
@@ -309,7 +304,7 @@ def played(setting: Setting) -> tuple[list[list[Trajectory]], MemoryStore]:
         running = asyncio.create_task(producer.run())
         try:
             taken = await groups.take(1)
-            while not groups._ready(1):
+            while not all(group for _, group in groups.state()["in_flight"]):
                 await asyncio.sleep(0)
             return taken, groups
         finally:
@@ -344,9 +339,9 @@ def test_a_checkpoint_gives_groups_their_images_back(store):
     saved = json.loads(json.dumps(groups.state(), default=asdict))
     restored = MemoryStore(2)
     restored.restore(saved)
-    kept = [group for group in groups._in_flight.values() if group]
-    assert [group for group in restored._in_flight.values() if group] == kept
-    assert isinstance(kept[0][0].images[0], PlacedImage)
+    assert restored.state() == groups.state()
+    ((_, (first, _)),) = restored.state()["in_flight"]
+    assert isinstance(first.images[0], PlacedImage)
 
 
 def test_an_image_that_has_changed_or_is_gone_is_refused_by_name(store, tmp_path):
@@ -422,22 +417,3 @@ def test_counts_answer_is_how_many_cells_of_its_image_have_the_shape(store, tmp_
     assert outcome.reward == 0.0
     assert opened(Path(told[0].split("> ")[1]).read_bytes()).size == (48, 48)
     assert told[1].startswith("     user> [image ")
-
-
-@pytest.mark.slow
-def test_count_is_played_alike_in_a_worker_process(store):
-    params = {"grid": 3, "cell": 16, "most": 4, "images": 60}
-
-    async def play_one(environment: Any) -> Trajectory:
-        setting = setting_of(store, Looks(store), environment)
-        try:
-            return await play(setting, *setting.opened(environment.tasks("train")[5]), 0)
-        finally:
-            close(environment)
-            await asyncio.sleep(0.1)  # the transports close
-
-    here, there = (
-        asyncio.run(play_one(each)) for each in (Count(**params), WorkerEnvironment(Order("count", params), 1))
-    )
-    assert here == there
-    assert here.images
