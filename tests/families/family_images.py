@@ -95,12 +95,27 @@ def shown(images: Any, parts: Sequence[str], answer: str) -> Trajectory:
 
 @torch.no_grad()
 def transformers_logprobs(module: Any, row: Trajectory, images: Any) -> Tensor:
-    """Return plain transformers' logprobs of a row's trained tokens; it finds the images by their tokens."""
-    ids_1T, given = torch.tensor([row.ids]), dict[str, Any]()
-    if row.images:
-        given["pixel_values"] = torch.cat([images.pixels(each.digest) for each in row.images])
-        given["image_grid_thw"] = torch.tensor([each.grid for each in row.images])
+    """Return plain transformers' logprobs of a row's trained tokens."""
+    logprobs_TV = _logits(module, row.ids, row.images, images)[:-1].log_softmax(-1)
+    return logprobs_TV.gather(1, torch.tensor(row.ids[1:])[:, None])[:, 0][torch.tensor(row.trained[1:])]
+
+
+@torch.no_grad()
+def transformers_answer(module: Any, row: Trajectory, images: Any, most: int = 12) -> str:
+    """Return plain transformers' greedy answer to a row's prompt."""
+    begin = row.trained.index(True)
+    ids = row.ids[:begin]
+    while len(ids) < begin + most and ids[-1] != TOKENIZER.eos_token_id:
+        ids.append(int(_logits(module, ids, row.images, images)[-1].argmax()))
+    return TOKENIZER.decode(ids[begin:], skip_special_tokens=True)
+
+
+def _logits(module: Any, ids: Sequence[int], placed: Sequence[PlacedImage], images: Any) -> Tensor:
+    """It finds the images by their tokens."""
+    ids_1T, given = torch.tensor([ids]), dict[str, Any]()
+    if placed:
+        given["pixel_values"] = torch.cat([images.pixels(each.digest) for each in placed])
+        given["image_grid_thw"] = torch.tensor([each.grid for each in placed])
         given["mm_token_type_ids"] = (ids_1T == PAD).int()
         module.model.rope_deltas = None
-    logprobs_TV = module(ids_1T, use_cache=False, **given).logits[0, :-1].log_softmax(-1)
-    return logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0][torch.tensor(row.trained[1:])]
+    return module(ids_1T, use_cache=False, **given).logits[0]

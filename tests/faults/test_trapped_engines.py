@@ -200,7 +200,7 @@ class KeepsPrefixes(EmbeddedEngine):
             values.copy_(old_values)
         # The last token of the prompt goes through the model again, as after a hit of all that is before it.
         self._running.append(request)
-        self._last_S[row], self._position_S[row] = request.prompt[-1], last
+        self._state.last_S[row], self._state.position_S[row] = request.prompt[-1], last
         logits[-1] = self._decode_step()[-1]
         self._running.pop()
         return logits

@@ -68,7 +68,7 @@ def _embedded(model: BuiltModel, **options: Any) -> Callable[[], EmbeddedEngine]
     return partial(
         EmbeddedEngine, model.policy.module, num_ids=model.num_ids, end_ids=model.renderer.end_ids,
         decode=model.renderer.decode, grammars=Grammars(model.renderer, model.num_ids), max_context=model.context,
-        **options,
+        vision=model.policy.vision, **options,
     )  # fmt: skip
 
 

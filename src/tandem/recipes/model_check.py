@@ -17,7 +17,6 @@ from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import SpecError, TandemError
 from tandem.io.gguf.source import gguf_of
 from tandem.io.model_path_check import refuse_missing
-from tandem.ops.vision import sees
 from tandem.recipes import plan_run as plans
 from tandem.spec.bridges import BRIDGES
 from tandem.spec.engine import HfEngineSpec
@@ -103,6 +102,8 @@ def _shown(value: Any) -> str:
 
 
 def _facts(spec: PathModel, model: BuiltModel, dtype: str) -> dict[str, Any]:
+    from tandem.ops.vision import sees
+
     module = model.policy.module
     config = module.config.get_text_config()
     gguf = gguf_of(spec.path)
@@ -117,7 +118,7 @@ def _facts(spec: PathModel, model: BuiltModel, dtype: str) -> dict[str, Any]:
         "attention": config._attn_implementation,
         "vocabulary": f"{config.vocab_size:,} ids, of which the tokenizer has {model.num_ids:,}",
         "context": model.context,
-        "head": "tied to the embeddings" if config.tie_word_embeddings else "a matrix of its own",
+        "head": "tied to the embeddings" if module.config.tie_word_embeddings else "a matrix of its own",
     }
 
 
@@ -136,6 +137,7 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     from importlib.util import find_spec
 
     from tandem.ops import packed_attention
+    from tandem.ops.vision import sees
 
     module = model.policy.module
     ways = {kind: [name for name, each in BRIDGES.items() if kind in each.engines] for kind in ("hf", "server", "vllm")}

@@ -15,14 +15,23 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import cast
+from typing import NamedTuple, cast
 
 from tandem.engine.hf.shaping import Shaper
 from tandem.errors import SamplingRefused
 from tandem.protocols import OnRanked, OnToken
-from tandem.types import Alternatives, Completion, FinishReason, Sampling, Span
+from tandem.types import Alternatives, Completion, FinishReason, PlacedImage, Sampling, Span
 
 _PATIENCE = 4  # iterations that a request waits for others to share its prefill
+
+
+class Begun(NamedTuple):
+    """What is there before a request's next token. Requests that have it in common are prefilled once."""
+
+    adapter: str
+    ids: tuple[int, ...]
+    images: tuple[PlacedImage, ...]
+    """Two images of one size have equal tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +55,10 @@ class QueuedRequest:
     @property
     def final_length(self) -> int:
         return len(self.prompt) + self.sampling.max_tokens
+
+    @property
+    def begun(self) -> Begun:
+        return Begun(self.adapter, (*self.prompt, *self.ids), self.sampling.images)
 
     def add(self, token_id: int, logprob: float, version: int, ranked: Alternatives | None = None) -> None:
         self.ids.append(token_id)
@@ -161,19 +174,19 @@ class AdmissionQueue:
 
     def _first_together(self, final: int, running: Sequence[QueuedRequest], free: int) -> list[QueuedRequest]:
         """Take as many requests as have room and fit in one prefill. `final`: longest final length of running ones."""
-        wave, longest, prompts = list[QueuedRequest](), 0, set[tuple[str, tuple[int, ...]]]()
+        wave, longest, prompts = list[QueuedRequest](), 0, set[Begun]()
         rows = Counter(request.sampling.share for request in running)
         while self._others and len(wave) < free:
             share = self._next_share(rows)
             request = self._others[share][0]
-            so_far = (*request.prompt, *request.ids)
+            begun = request.begun
             final = max(final, request.final_length)
-            longest = max(longest, len(so_far))
+            longest = max(longest, len(begun.ids))
             if not self._has_room(final, len(running), len(wave) + 1):
                 break
-            if wave and longest * len(prompts | {(request.adapter, so_far)}) > self._prefill_tokens:
+            if wave and longest * len(prompts | {begun}) > self._prefill_tokens:
                 break
-            prompts.add((request.adapter, so_far))
+            prompts.add(begun)
             rows[share] += 1
             wave.append(self._others[share].popleft())
             if not self._others[share]:

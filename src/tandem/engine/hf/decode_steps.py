@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.hf.kv_cache import KvCache
+from tandem.engine.hf.row_state import RowState
 from tandem.ops import attention_masks, option_report, packed_attention
 from tandem.ops.batched_launches import record_graph
 from tandem.ops.lm_head import Head
@@ -32,11 +33,9 @@ _RUNS_BEFORE = 2
 
 
 class DecodeSteps:
-    def __init__(
-        self, module: Any, head: Head, cache: KvCache, last_S: Tensor, position_S: Tensor, *, layers: int
-    ) -> None:
-        """`last_S`, `position_S`: of all rows there can be, live rows first; their memory must stay."""
-        self._head, self._cache, self._last_S, self._position_S = head, cache, last_S, position_S
+    def __init__(self, module: Any, head: Head, cache: KvCache, state: RowState, *, layers: int) -> None:
+        self._head, self._cache, self._state = head, cache, state
+        last_S = self._last_S = state.last_S
         self._mask = packed_attention.no_mask(last_S.device)
         self._graphs, self._runs = dict[int, torch.cuda.CUDAGraph](), Counter[int]()
         self._logits_SV: Tensor | None = None
@@ -88,9 +87,10 @@ class DecodeSteps:
         return logits_SV
 
     def _launched(self, rows: int) -> Tensor:
-        cache, last_S, position_S = self._cache, self._last_S[:rows], self._position_S[:rows]
+        cache, last_S, position_S = self._cache, self._last_S[:rows], self._state.position_S[:rows]
         cache.num_rows, cache.copies, cache.positions, cache.view = rows, None, position_S, cache.length_held
-        hidden_S1H = self._head.hidden(last_S[:, None], position_S[:, None], self._mask, cache, ends=position_S + 1)
+        rotary_S = position_S + self._state.shift_S[:rows]
+        hidden_S1H = self._head.hidden(last_S[:, None], rotary_S[:, None], self._mask, cache, ends=position_S + 1)
         return self._head.logits(hidden_S1H[:, 0])
 
     def _record(self, rows: int, like_SV: Tensor) -> None:
@@ -136,13 +136,14 @@ class DecodeSteps:
             self.why_masked = _first_line(error)
 
 
-def logits_with_masks(head: Head, cache: KvCache, last_S: Tensor, position_S: Tensor, longest: int) -> Tensor:
+def logits_with_masks(head: Head, cache: KvCache, state: RowState, rows: int, longest: int) -> Tensor:
     """Return the logits of a step with masks, which every attention can take. `longest`: the length of the longest."""
+    last_S, position_S, shift_S = state.last_S[:rows], state.position_S[:rows], state.shift_S[:rows]
     cache.num_rows, cache.copies, cache.positions = len(last_S), None, position_S
     cache.view = min(-(-longest // 16) * 16, cache.length_held)
     key_T, query_S111 = torch.arange(cache.view, device=last_S.device), position_S[:, None, None, None]
     mask = attention_masks.for_model(head.config, key_T <= query_S111, query_S111, key_T)
-    return head.logits(head.hidden(last_S[:, None], position_S[:, None], mask, cache)[:, 0])
+    return head.logits(head.hidden(last_S[:, None], (position_S + shift_S)[:, None], mask, cache)[:, 0])
 
 
 def _tried(launch: Callable[[], Tensor], into: Tensor, expected: Tensor) -> str:

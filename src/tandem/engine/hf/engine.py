@@ -25,7 +25,9 @@ from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
 from tandem.engine.hf.kv_cache import KvCache
 from tandem.engine.hf.mixed_adapters import MixedAdapters
-from tandem.engine.hf.sampler import Settings, draw
+from tandem.engine.hf.prefill_batch import PrefillBatch, why_misplaced
+from tandem.engine.hf.row_state import RowState
+from tandem.engine.hf.sampler import draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
 from tandem.engine.hf.shared_copy import twin
 from tandem.engine.hf.staged_weights import StagedWeights
@@ -36,6 +38,7 @@ from tandem.ops.device_names import device_name
 from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors
 from tandem.ops.phase_timer import Phases
+from tandem.ops.vision import Vision
 from tandem.protocols import OnToken, WeightSource
 from tandem.types import Alternatives, Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served
 
@@ -65,23 +68,26 @@ class EmbeddedEngine:
         on_update: OnUpdate = "continue",
         grammars: GrammarCompiler | None = None,
         eager: bool = True,
+        vision: Vision | None = None,
         is_twin: bool = False,
     ) -> None:
         """`grammars`: for requests with a grammar; None refuses them. `eager`: decode steps have masks, and are not
-        made into CUDA graphs. `is_twin`: the module is a copy of one that was checked already."""
+        made into CUDA graphs. `vision`: for requests with images; None refuses them. `is_twin`: the module is a copy
+        of one that was checked already."""
         attention_masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
         self.cache_epoch = self.lent_bytes = 0
         config = module.config.get_text_config()
         self.max_context: int = max_context or config.max_position_embeddings
-        self._module, self._head, self._config = module, Head(module, num_ids), module.config
+        self._module, self._head, self._config = module, Head(module, num_ids, vision), module.config
+        self._vision = vision
         if not is_twin:
             self._head.check(module)
         self._twins: dict[EmbeddedEngine, asyncio.Task[None]] = {}
         self._make_twin = partial(
             EmbeddedEngine, num_ids=num_ids, end_ids=end_ids, decode=decode, max_running=max_running,
-            max_context=max_context, kv_gib=kv_gib, inline=inline, grammars=grammars, is_twin=True,
+            max_context=max_context, kv_gib=kv_gib, inline=inline, grammars=grammars, vision=vision, is_twin=True,
         )  # fmt: skip
         self._end_ids, self._decode, self._inline, self._grammars = end_ids, decode, inline, grammars
         self._device = next(module.parameters()).device
@@ -91,14 +97,11 @@ class EmbeddedEngine:
         self._kv_positions = int(kv_gib * 2**30 / position_bytes(config.num_hidden_layers, heads, head_dim, itemsize))
         self._cache = KvCache(config.num_hidden_layers, self._kv_positions)
         rows = max_running + 1  # the last row is for an urgent request
-        self._settings = Settings.empty(rows, self._device)
-        self._last_S, self._position_S, self._drawn_S = torch.zeros(3, rows, dtype=torch.long, device=self._device)
+        self._state = RowState(rows, self._device)
         self.steps: DecodeSteps | None = None
         """Decode steps without masks; None: `eager`."""
         if not eager:
-            self.steps = DecodeSteps(
-                module, self._head, self._cache, self._last_S, self._position_S, layers=config.num_hidden_layers
-            )
+            self.steps = DecodeSteps(module, self._head, self._cache, self._state, layers=config.num_hidden_layers)
         self._waiting = AdmissionQueue(
             max_running=max_running, positions=self._kv_positions,
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
@@ -138,6 +141,7 @@ class EmbeddedEngine:
     ) -> Completion:
         """`adapter`: the name of one that was added; empty: the base answers."""
         self._refuse_what_does_not_fit(prompt_ids, sampling)
+        self._refuse_images(prompt_ids, sampling)
         if self._pump is None:
             self._pump = asyncio.create_task(self._run(), name="engine")
             self._pump.add_done_callback(lambda pump: self._stopped.set())
@@ -165,6 +169,8 @@ class EmbeddedEngine:
 
     def why_not(self, sampling: Sampling) -> str:
         """Return why it cannot sample so; empty if it can. Compiles the grammar, and keeps it."""
+        if sampling.images and self._vision is None:
+            return "images: this engine takes text only"
         grammar = sampling.shape.grammar
         if grammar is None:
             return ""
@@ -176,6 +182,8 @@ class EmbeddedEngine:
     ) -> None:
         """Serve an adapter of this base under a name, beside the others. `tensors`: under PEFT's names, B scaled;
         `expected`: their fingerprints."""
+        if self._vision is not None and (odd := [each for each in tensors if ".visual." in each]):
+            raise SyncError(f"adapter '{name}': '{odd[0]}' is of the vision tower, which stays as it is")
         async with self._iterating:  # between two iterations, as weights change
             await self._call(self._adapters.put, name, tensors, config, expected)
 
@@ -187,7 +195,10 @@ class EmbeddedEngine:
             await self._call(self._adapters.drop, name)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
+        """Of text alone."""
         self._refuse_what_does_not_fit(ids, Sampling(max_tokens=0))
+        if self._vision is not None and self._vision.images.pad_id in ids:
+            raise EngineError("engine: these ids have a place of an image, and only text is scored")
         if len(ids) == 1:
             return []
         while True:
@@ -392,10 +403,10 @@ class EmbeddedEngine:
         for row, request in enumerate(self._running[rows]):
             if request.shaper is not None:
                 logits_SV[row] = request.shaper.shaped(logits_SV[row], request.ids)
-        settings = self._settings.rows(rows.start, rows.stop)
-        ids_S, logprobs_S, logprobs_SV = draw(logits_SV, settings, self._drawn_S[rows])
-        self._last_S[rows] = ids_S
-        self._drawn_S[rows] += 1
+        settings = self._state.settings.rows(rows.start, rows.stop)
+        ids_S, logprobs_S, logprobs_SV = draw(logits_SV, settings, self._state.drawn_S[rows])
+        self._state.last_S[rows] = ids_S
+        self._state.drawn_S[rows] += 1
         ranked = {
             first + row: likeliest(logprobs_SV[row], request.sampling.top_logprobs)
             for row, request in enumerate(self._running[rows])
@@ -421,36 +432,20 @@ class EmbeddedEngine:
     def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
         """Return the logits after each request's prompt. Equal prompts are computed once."""
         wave.sort(key=lambda request: self._adapters.place(request.adapter))
-        first, last = len(self._running), len(self._running) + len(wave)
-        prompts: dict[tuple[str, tuple[int, ...]], int] = {}
-        copies = [
-            prompts.setdefault((request.adapter, (*request.prompt, *request.ids)), len(prompts)) for request in wave
-        ]
-        lengths = [len(prompt) for _, prompt in prompts]
-        width = max(lengths)
-        ids_PT = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for _, prompt in prompts], device=self._device)
-        self._adapters.plan([adapter for adapter, _ in prompts])
-        copies_S = torch.tensor(copies, device=self._device)
-        lengths_P = torch.tensor(lengths, device=self._device)
+        first, batch = len(self._running), PrefillBatch(wave, self._device)
+        self._adapters.plan(batch.adapters)
         self._cache.num_rows = first
-        self._cache.reserve(last, max(width + 1, self._longest()))
-        self._cache.copies, self._cache.view = copies_S, width
-        positions_T = torch.arange(width, device=self._device)
+        self._cache.reserve(first + len(wave), max(batch.width + 1, self._longest()))
+        self._cache.copies, self._cache.view = batch.copies_S, batch.width
+        positions_T = torch.arange(batch.width, device=self._device)
         # Padding is on the right: no real token attends to it, and decoding overwrites its positions before reading
         # them.
-        mask = self._causal_mask(positions_T)
-        hidden_PTH = self._head.hidden(ids_PT, positions_T[None].expand_as(ids_PT), mask, self._cache)
-        logits_PV = self._head.logits(hidden_PTH[torch.arange(len(lengths), device=self._device), lengths_P - 1])
-        rows = slice(first, last)
-        self._position_S[rows] = lengths_P[copies_S]
-        self._drawn_S[rows] = torch.tensor([len(request.ids) for request in wave], device=self._device)
-        values = zip(
-            *((s.temperature, s.top_p, s.top_k, s.seed % 2**63) for s in (request.sampling for request in wave)),
-            strict=True,
-        )
-        for tensor, column in zip(self._settings.tensors(), values, strict=True):
-            tensor[rows] = torch.tensor(column, dtype=tensor.dtype, device=self._device)
-        return logits_PV[copies_S]
+        mask, positions_PT = self._causal_mask(positions_T), positions_T[None].expand_as(batch.ids_PT)
+        hidden_PTH = self._head.hidden(batch.ids_PT, positions_PT, mask, self._cache, images=batch.images)
+        prompt_P = torch.arange(len(hidden_PTH), device=self._device)
+        logits_PV = self._head.logits(hidden_PTH[prompt_P, batch.lengths_P - 1])
+        self._state.begin(first, wave, batch.lengths_P[batch.copies_S], batch.shifts_P[batch.copies_S])
+        return logits_PV[batch.copies_S]
 
     def _decode_step(self) -> Tensor:
         rows, adapters = len(self._running), [request.adapter for request in self._running]
@@ -459,16 +454,15 @@ class EmbeddedEngine:
         filled = rows if steps is None else steps.rows_for(rows)
         if any(adapters) or filled * longest > self._kv_positions:
             filled = rows
-        self._position_S[rows:filled] = 0
+        self._state.position_S[rows:filled] = 0
         self._cache.reserve(filled, longest)
         self._adapters.plan(adapters)
         if steps is None:
-            positions_S = self._position_S[:rows]
-            logits_SV = logits_with_masks(self._head, self._cache, self._last_S[:rows], positions_S, longest)
+            logits_SV = logits_with_masks(self._head, self._cache, self._state, rows, longest)
         else:
             logits_SV = steps.run(filled, by_launches=any(adapters))[:rows]
             self._cache.num_rows = rows
-        self._position_S[:rows] += 1
+        self._state.position_S[:rows] += 1
         return logits_SV
 
     def _deliver(self, first: int, ids: list[int], logprobs: list[float], ranked: Mapping[int, Alternatives]) -> None:
@@ -530,8 +524,7 @@ class EmbeddedEngine:
             self._running[target] = self._running[source]
         del self._running[left:]
         if sources:
-            for tensor in (*self._settings.tensors(), self._last_S, self._position_S, self._drawn_S):
-                tensor[targets] = tensor[sources]
+            self._state.move(sources, targets)
             self._cache.move(sources, targets)
         self._cache.num_rows = left
 
@@ -553,3 +546,12 @@ class EmbeddedEngine:
                 f"engine: {len(prompt_ids)} prompt tokens and max_tokens = {sampling.max_tokens} exceed the context of "
                 f"{min(self.max_context, self._kv_positions)}; ask for fewer, or raise engine.max_context or kv_gib"
             )
+
+    def _refuse_images(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        if not sampling.images:
+            return
+        if self._vision is None:
+            raise SamplingRefused(self.why_not(sampling))
+        # On this thread: the renderer has asked for their sizes already. What cannot be read ends this request alone.
+        if why := why_misplaced(prompt_ids, sampling.images, self._vision.images):
+            raise SamplingRefused(why)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import httpx
 
 from tandem.engine.http.client import Broken, HttpClient, HttpResponse, Silent
-from tandem.errors import EngineError, EngineLost, EngineSilent, NotLetIn
+from tandem.errors import EngineError, EngineLost, EngineSilent, NotLetIn, SamplingRefused
 from tandem.io.engine_messages import decoded, encoded, error_of
 from tandem.protocols import OnToken
 from tandem.types import Completion, Sampling, Span
@@ -81,9 +81,11 @@ class Connection:
             raise EngineError(
                 f"engine: on_update = '{on_update}': {self.url} has one on_update setting for all requests"
             )
+        if sampling.images:
+            raise SamplingRefused(f"images: {self.url} takes text only; use engine.kind = 'hf'")
         if sampling.extras:
             raise EngineError(f"engine: {sampling.extras[0]}: {self.url} takes it on OpenAI's routes only")
-        del asked["shape"], asked["top_logprobs"]
+        del asked["shape"], asked["top_logprobs"], asked["images"]
         body = {
             "prompt_ids": list(prompt_ids),
             "sampling": asked,

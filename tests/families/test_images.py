@@ -1,0 +1,126 @@
+"""A model that sees learns from images, and what the trainer refuses or does beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import family_suite as suite
+import pytest
+import torch
+from family_images import as_png, shown, transformers_answer
+
+from tandem.build import training
+from tandem.errors import SpecError
+from tandem.io.image_store import ImageStore
+from tandem.ops.byte_sizes import shares_never
+from tandem.recipes.model_check import check_model
+from tandem.spec.load import parse_spec
+from tandem.spec.model import LoraSpec, PathModel
+from tandem.spec.precision import Bfloat16Precision, Float32Precision
+from tandem.spec.train import SftStage
+from tandem.types import Trajectory
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+COLOURS = {
+    "red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220), "yellow": (230, 220, 40),
+    "black": (10, 10, 10), "white": (245, 245, 245), "purple": (140, 30, 170), "orange": (250, 140, 20),
+}  # fmt: skip
+QUESTION = ["<|user|>which colour is ", "?<|end|><|assistant|>"]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> suite.Bench:
+    return suite.Bench(suite.FAMILIES["Qwen3-VL"], tmp_path)
+
+
+def test_sft_names_the_colours_of_images_and_cannot_without_them(bench: suite.Bench):
+    from PIL import Image
+
+    model, store = bench.built(), ImageStore(bench.place / "images")
+    source = model.policy.vision.images
+    asked = {
+        store.put(as_png(Image.new("RGB", size, colour))): name
+        for name, colour in COLOURS.items()
+        for size in ((32, 32), (48, 32))
+    }
+    assert len(asked) == 16
+    rows = [shown(source, [QUESTION[0], digest, QUESTION[1]], f"{name}<|end|>") for digest, name in asked.items()]
+    losses = taught(model, rows, 30)
+    assert losses[-1] < 0.05 < 2 < losses[0]
+    training.export(model, bench.place / "export")
+    plain = bench.plain(bench.place / "export")
+    assert {digest: transformers_answer(plain, row, source) for digest, row in zip(asked, rows, strict=True)} == asked
+    blind = [shown(source, ["".join(QUESTION)], f"{name}<|end|>") for name in asked.values()]
+    assert min(taught(bench.built(), blind, 30)) > 0.34  # ln 8 of 6 tokens: one of eight colours, which is a guess
+
+
+def taught(model: training.BuiltModel, rows: list[Trajectory], steps: int) -> list[float]:
+    stage = SftStage(steps=steps, lr=1e-2)
+    trainer = training.trainer(stage, model, training.sft_algorithm(), 0, 0)
+    make = training.batches(stage, model, training.sft_algorithm())
+    return [trainer.step(make([[row] for row in rows], trainer.version))["loss/total"] for _ in range(steps)]
+
+
+@pytest.mark.parametrize("activations", ["selective", "recompute"])
+def test_recomputed_activations_give_the_same_gradient(bench: suite.Bench, activations: str):
+    found: list[dict[str, torch.Tensor]] = []
+    for each in ("keep", activations):
+        spec = PathModel.model_validate({"path": str(bench.path), "activations": each})
+        model = training.model(spec, Float32Precision(), 0, suite.CPU, images=bench.place / "images")
+        (micro,) = suite.batch_of(
+            [[row] for row in suite.seen(model, ImageStore(bench.place / "images"))], shares_never
+        )
+        model.policy.logprobs(micro, 1.0).logprobs_N.sum().backward()
+        found.append({name: tensor.grad for name, tensor in model.policy.trainable() if tensor.grad is not None})
+    kept, again = found
+    assert kept.keys() == again.keys()
+    assert all(torch.allclose(kept[name], again[name], rtol=1e-5, atol=1e-6) for name in kept)
+
+
+def test_16_bit_weights_have_a_master_except_in_the_tower(bench: suite.Bench):
+    spec = PathModel(path=str(bench.path))
+    model = training.model(spec, Bfloat16Precision(master="split"), 0, suite.CPU, images=bench.place / "images")
+    assert not [name for name in model.master.state() if "visual" in name]
+    suite.step(model, given=suite.seen(model, ImageStore(bench.place / "images")))
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
+def test_the_reference_sees_the_images_too(bench: suite.Bench, lora: LoraSpec | None):
+    model = bench.built(lora)
+    given = suite.seen(model, ImageStore(bench.place / "images"))
+    (micro,) = suite.batch_of([[row] for row in given], shares_never)
+    before = model.policy.score(micro, 1.0)
+    model.policy.keep_reference()
+    suite.step(model, given=given)
+    assert torch.equal(model.policy.reference_logprobs(micro, 1.0), before)
+    assert not torch.allclose(model.policy.score(micro, 1.0), before, atol=1e-3)
+
+
+def test_a_copy_of_a_checkpoint_has_the_processor(bench: suite.Bench):
+    model = bench.built()
+    model.policy.deployer()(dict(model.policy.trainable()), bench.place / "deploy")
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        assert (bench.place / "deploy" / name).read_bytes() == (bench.path / name).read_bytes()
+    assert bench.plain(bench.place / "deploy").model.visual.state_dict().keys()
+
+
+def test_what_does_not_support_images_is_refused_by_name(bench: suite.Bench):
+    model = bench.built()
+    rows = suite.seen(model, ImageStore(bench.place / "images"))
+    (micro,) = suite.batch_of([rows[:1]], shares_never)
+    model.policy.context_grad = False
+    with pytest.raises(SpecError, match="context_grad = 'none' does not support images"):
+        model.policy.logprobs(micro, 1.0)
+    with pytest.raises(SpecError, match="distillation does not support models that see"):
+        model.policy.follow(bench.plain())
+    pairs = {"recipe": "preference", "data": {"kind": "file", "path": "rows.jsonl"}, "train": {"steps": 1, "lr": 1e-4}}
+    for kind, said in (("kto", "'kto': does not support a model that sees"), ("reward_model", "choose another algor")):
+        spec = parse_spec({**pairs, "model": {"path": str(bench.path)}, "algorithm": {"kind": kind}})
+        with pytest.raises(SpecError, match=said):
+            training.run_model(spec, None, bench.place / "images")
+
+
+def test_a_model_check_says_that_it_sees(bench: suite.Bench):
+    check = check_model(str(bench.path))
+    assert (check.findings, check.model["images"]) == ([], "sees images (tower frozen)")
+    assert "set parallel.ranks = 1" in check.fits["parallel.ranks"]
