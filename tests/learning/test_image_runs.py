@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STOPS = """
 class Stops:
     def on_step(self, step):
-        assert step.version < 7, "as planned"
+        assert step.version < 19, "as planned"
 """
 TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,7 +47,7 @@ def spec(model: Path, callbacks: list[str], **train: Any) -> dict[str, Any]:
     return {
         "recipe": "rl", "model": {"path": str(model)}, "callbacks": callbacks,
         "environment": {"name": "count", "params": counted, "workers": 1}, "checkpoint": {"every": 1},
-        "warmup": {"steps": 4, "batch_size": 4, "lr": 3e-3, "data": {"kind": "demonstrations"}},
+        "warmup": {"steps": 16, "batch_size": 8, "lr": 3e-3, "data": {"kind": "demonstrations"}},
         "train": {"steps": 4, "lr": 1e-4, "groups_per_step": 2, "group_size": 4, "max_tokens": 3, **train},
         "eval": {"tasks": 4},
     }  # fmt: skip
@@ -57,7 +57,7 @@ def test_a_run_that_sees_is_resumed_to_the_same_bytes_and_refuses_changed_images
     (tmp_path / "stops.py").write_text(STOPS)
     stops = [f"{tmp_path}/stops.py:Stops"]
     never = [f"{tmp_path}/never.py:Stops"]
-    (tmp_path / "never.py").write_text(STOPS.replace("< 7", "< 99"))
+    (tmp_path / "never.py").write_text(STOPS.replace("< 19", "< 99"))
     whole, stopped, changed = (tmp_path / name for name in ("whole", "stopped", "changed"))
     assert tandem.run(spec(model, never), whole).status["state"] == "succeeded"
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
@@ -66,7 +66,7 @@ def test_a_run_that_sees_is_resumed_to_the_same_bytes_and_refuses_changed_images
     assert max(gaps) < 1e-5  # engine and trainer saw the same image at the same places
     with pytest.raises(AssertionError, match="as planned"):
         tandem.run(spec(model, stops), stopped)
-    (tmp_path / "stops.py").write_text(STOPS.replace("< 7", "< 99"))
+    (tmp_path / "stops.py").write_text(STOPS.replace("< 19", "< 99"))
     tandem.resume(stopped)
     assert tandem.digest_run(stopped) == tandem.digest_run(whole)
 
@@ -81,7 +81,7 @@ def test_a_run_that_sees_is_resumed_to_the_same_bytes_and_refuses_changed_images
     (tmp_path / "stops.py").write_text(STOPS)
     with pytest.raises(AssertionError, match="as planned"):
         tandem.run(spec(model, stops, max_lag=1), changed)  # its checkpoint has a group in flight
-    (tmp_path / "stops.py").write_text(STOPS.replace("< 7", "< 99"))
+    (tmp_path / "stops.py").write_text(STOPS.replace("< 19", "< 99"))
     other = next((whole / "images").iterdir()).read_bytes()
     for image in (changed / "images").iterdir():
         image.write_bytes(other + b"!")
