@@ -5,13 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Message: TypeAlias = Mapping[str, Any]
-"""One chat message: `role`, `content`, and what else a template reads (`tool_calls`, `name`)."""
+"""One chat message: `role`, `content`, and what else a template reads (`tool_calls`, `name`). A content is a text, or
+parts: `{"type": "text", "text": ...}` and `{"type": "image", "image": "sha256:...", "size": [width, height]}`."""
+
+
+def text_of(content: Any) -> str:
+    """Return a message's content as text for people: an image is a mark with its digest and size."""
+    if not isinstance(content, Sequence) or isinstance(content, str | bytes):
+        return str(content or "")
+    return "".join(_part_text(part) for part in cast("Sequence[Any]", content))
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, Mapping):
+        return str(part)
+    told = cast("Mapping[str, Any]", part)
+    if "text" in told:
+        return str(told["text"])
+    image = told.get("image")
+    named = image.removeprefix("sha256:")[:12] if isinstance(image, str) and image.startswith("sha256:") else "?"
+    return f"[image {named} {'x'.join(map(str, told.get('size') or ()))}".rstrip() + "] "
+
 
 Metrics: TypeAlias = dict[str, float]
 """Numbers with slash names."""

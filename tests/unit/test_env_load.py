@@ -81,7 +81,7 @@ def test_a_class_without_annotations_can_be_used(good):
     ("name", "params", "said"),
     [
         ("srot", {}, "environment.name = 'srot': unknown; did you mean 'sort'?"),
-        ("nothing like it", {}, "Built in: arithmetic, guess, sort"),
+        ("nothing like it", {}, "Built in: arithmetic, count, guess, sort"),
         ("sort", {"leters": 7}, "environment.params.leters = 7: unknown to 'sort'; did you mean 'letters'?"),
         ("sort", {"zzz": 7}, "Known: letters, demo_right"),
         ("sort", {"letters": "five"}, 'environment.params.letters = "five": input should be a valid integer'),

@@ -52,6 +52,7 @@ def _steps(text: str) -> tuple[int, int] | None:
 def _text(row: Mapping[str, Any]) -> str:
     """Return a sample as text. Control characters are removed: an answer must not control the terminal."""
     from tandem.obs.claims import printable
+    from tandem.types import text_of
 
     rewards = ", ".join(f"{name} {value:g}" for name, value in row["rewards"].items())
     version = "unknown" if row["version"] is None or row["version"] < 0 else row["version"]
@@ -61,7 +62,7 @@ def _text(row: Mapping[str, Any]) -> str:
         f"{row['tokens']} tokens, {'cut off' if row['finish'] == 'length' else 'ended'} · mean logprob "
         f"{row['logprob'] or 0.0:.3f}"
     )
-    turns = [f"{turn.get('role', '?')}: {_cut(str(turn.get('content') or ''))}" for turn in row["messages"]]
+    turns = [f"{turn.get('role', '?')}: {_cut(text_of(turn.get('content')))}" for turn in row["messages"]]
     return "\n".join(printable(line) for text in (head, *turns) for line in text.split("\n"))
 
 

@@ -26,6 +26,7 @@ from tandem.runs.explain import explain_run
 from tandem.runs.liveness import Observer
 from tandem.runs.run_list import list_runs
 from tandem.runs.watch import look
+from tandem.types import text_of
 
 Found = dict[str, Any]
 
@@ -118,6 +119,8 @@ class Runs:
         steps = first_and_last_step(place)
         found = samples(place, **wanted, limit=MOST_ANSWERS) if steps else []
         found.sort(key=lambda row: (-row["step"], row["group"]))
+        for row in found:
+            row["messages"] = [{**each, "content": text_of(each.get("content"))} for each in row["messages"]]
         return plain({"run": name, "steps": steps, "answers": found})
 
     def tokens(self, name: str, sample: int) -> Found:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tandem.types import Message
@@ -62,18 +63,19 @@ def shape_of(row: Mapping[Any, Any]) -> tuple[str, ...]:
     return next((shape for shape, names in needed.items() if there(*names)), ())
 
 
-def parse_row(row: object) -> tuple[Message, ...]:
-    """Return the messages of a chat, a ShareGPT or Alpaca row, or a prompt and its completion; ignore other columns."""
+def parse_row(row: object, *, images: bool = False) -> tuple[Message, ...]:
+    """Return the messages of a chat, a ShareGPT or Alpaca row, or a prompt and its completion; ignore other columns.
+    `images`: whether contents may have parts that are images; they are returned as the row has them."""
     row = as_object(row)
     shape = shape_of(row)
     if not shape:
         raise BadRow(f"no conversation in its columns ({', '.join(map(str, row))})")
     if shape in (CHAT, SHAREGPT):
-        messages = parse_messages(row[shape[0]])
+        messages = parse_messages(row[shape[0]], images=images)
     elif shape == ALPACA:
         messages = (*said_by(instruction(row), "user"), *said_by(row["output"], "assistant"))
     else:
-        messages = (*said_by(row["prompt"], "user"), *said_by(row["completion"], "assistant"))
+        messages = (*said_by(row["prompt"], "user", images=images), *said_by(row["completion"], "assistant"))
     if not messages:
         raise BadRow("no messages")
     if not any(message["role"] == "assistant" for message in messages):
@@ -106,23 +108,24 @@ def as_object(row: object) -> Mapping[Any, Any]:
     return row
 
 
-def said_by(value: object, role: str) -> tuple[Message, ...]:
+def said_by(value: object, role: str, *, images: bool = False) -> tuple[Message, ...]:
     """Return the messages of a prompt or an answer, which is a text, a message or messages."""
     if isinstance(value, Mapping):
-        return parse_messages([value])
-    return parse_messages([{"role": role, "content": value}] if isinstance(value, str) else value)
+        return parse_messages([value], images=images)
+    said = [{"role": role, "content": value}] if isinstance(value, str) else value
+    return parse_messages(said, images=images)
 
 
-def parse_messages(value: object) -> tuple[Message, ...]:
+def parse_messages(value: object, *, images: bool = False) -> tuple[Message, ...]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # tables without lists hold them as JSON
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise BadRow("messages are not a list")
-    return tuple(_message(item) for item in value)
+    return tuple(_message(item, images=images) for item in value)
 
 
-def _message(value: object) -> Message:
+def _message(value: object, *, images: bool) -> Message:
     if not isinstance(value, Mapping):
         raise BadRow("a message is not an object")
     if "role" not in value and "from" in value:
@@ -134,14 +137,15 @@ def _message(value: object) -> Message:
     if message["role"] not in ROLES:
         raise BadRow("unknown role")
     for key in ("content", "reasoning_content", "tool_call_id", "name"):
-        if not isinstance(message.get(key, ""), str):
+        if not isinstance(message.get(key, ""), (str, list) if images and key == "content" else str):
             raise BadRow(f"{key} is not text")
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise BadRow("tool_calls are not a list of objects")
     if not calls:
         message.pop("tool_calls", None)
-        if not message.get("content", "").strip():
+        content = message.get("content", "")
+        if not (content.strip() if isinstance(content, str) else content):
             raise BadRow("empty content")
     return {"content": "", **message}
 
@@ -151,6 +155,26 @@ def _of_sharegpt(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
     if role is None:
         raise BadRow("unknown role in from")
     return {"role": role, "content": value.get("value")}
+
+
+def located(messages: Sequence[Message], base: Path | None) -> tuple[Message, ...]:
+    """Return the messages with whole paths for images. `base`: the directory of the file that they come from; None:
+    they come from none, so no path of theirs is read."""
+    return tuple(
+        {**each, "content": [_located(part, base) for part in each["content"]]}
+        if isinstance(each["content"], list)
+        else each
+        for each in messages
+    )
+
+
+def _located(part: Any, base: Path | None) -> Any:
+    path = part.get("path") or part.get("image") if isinstance(part, Mapping) else None
+    if not isinstance(path, str) or path.startswith(("data:", "http:", "https:")):
+        return part
+    if base is None:
+        raise BadRow("an image by its path, which only a file can have; give a data URI")
+    return {"type": "image", "path": str(base / path)}
 
 
 def check_text(messages: Sequence[Message]) -> None:

@@ -6,21 +6,24 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.data.columns import renamer, sources_of
-from tandem.data.conversation import SHAPES, BadRow, Conversation, as_object, parse_row, shape_of
+from tandem.data.conversation import SHAPES, BadRow, Conversation, as_object, located, parse_row, shape_of
 from tandem.data.datasets_rows import read_dataset
 from tandem.data.file_rows import read_file
 from tandem.data.row_report import ValidationReport
-from tandem.errors import DataError
+from tandem.errors import DataError, ImageError
 from tandem.spec.data import DatasetData, FileData
+from tandem.types import Message
 
 Source = tuple[str, Iterator[tuple[int, object]]]
 """A source: its name for the report, and its numbered rows."""
+
+KeepImages = Callable[[tuple[Message, ...]], tuple[Message, ...]]
 
 
 class DataRow(Protocol):
@@ -84,9 +87,23 @@ class DataSplit(Generic[R]):
         return DataSplit(list(filter(fine, self.train)), list(filter(fine, self.held_out)), self.report)
 
 
-def load_rows(spec: FileData | DatasetData, field_name: str = "data") -> DataSplit[Conversation]:
-    """Conversations."""
-    return load(spec, field_name, CONVERSATIONS)
+def load_rows(
+    spec: FileData | DatasetData, field_name: str = "data", keep_images: KeepImages | None = None
+) -> DataSplit[Conversation]:
+    """Conversations. `keep_images`: keeps the images of messages, and returns the messages with digests for them; None:
+    rows with images are bad rows."""
+    if keep_images is None:
+        return load(spec, field_name, CONVERSATIONS)
+
+    def understood(row: object, number: int, source: str) -> Conversation:
+        found = located(parse_row(row, images=True), Path(source).parent if isinstance(spec, FileData) else None)
+        try:
+            kept = keep_images(found)
+        except ImageError as error:
+            raise BadRow(str(error)) from error
+        return Conversation(kept, row=number, source=source)
+
+    return load(spec, field_name, replace(CONVERSATIONS, understand=understood))
 
 
 def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R]) -> DataSplit[R]:

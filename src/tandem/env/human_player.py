@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from tandem.env.load import load_environment
 from tandem.env.outcome_check import checked
 from tandem.env.scripted_chat import ScriptedReply
 from tandem.errors import EpisodeFailed, SpecError
+from tandem.io.image_parts import has_images, interned
+from tandem.io.image_store import SCHEME, ImageStore
 from tandem.io.tool_calls import parse_calls
 from tandem.spec.load import load_spec
 from tandem.spec.package_names import is_package
-from tandem.types import Message, Outcome
+from tandem.types import Message, Outcome, text_of
 
 
 class HumanChat:
@@ -25,6 +28,8 @@ class HumanChat:
     def __init__(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
         self._ask = ask
         self._tell = tell
+        self._images: Path | None = None
+        """Where images are, for the person to open."""
         self._offers = False
 
     def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -38,7 +43,13 @@ class HumanChat:
     def say(self, *messages: Message | str) -> None:
         for message in messages:
             spoken: Message = {"role": "user", "content": message} if isinstance(message, str) else message
-            self._tell(f"{spoken['role']:>9}> {spoken['content']}")
+            if has_images([spoken]):
+                self._images = self._images or Path(tempfile.mkdtemp(prefix="tandem-images-"))
+                (spoken,) = interned([spoken], ImageStore(self._images), "the message")
+                digests = [part["image"].removeprefix(SCHEME) for part in spoken["content"] if part["type"] == "image"]
+                for digest in digests:
+                    self._tell(f"{'image':>9}> {self._images / digest}")
+            self._tell(f"{spoken['role']:>9}> {text_of(spoken['content'])}")
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ScriptedReply:
         try:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter, ValidationError
 
 from tandem.env.builtin.arithmetic import Arithmetic
+from tandem.env.builtin.count import Count
 from tandem.env.builtin.guess import Guess
 from tandem.env.builtin.sort import Sort
 from tandem.env.protocol_check import check_environment, their_code, wrong
@@ -25,7 +26,7 @@ from tandem.io.own_code import OBJECT, import_file
 from tandem.protocols import Environment
 from tandem.spec.package_names import is_package
 
-BUILT_IN: dict[str, type] = {"arithmetic": Arithmetic, "guess": Guess, "sort": Sort}
+BUILT_IN: dict[str, type] = {"arithmetic": Arithmetic, "count": Count, "guess": Guess, "sort": Sort}
 
 ADAPTERS = {
     "gsm8k": "tandem.env.adapters.maths:Gsm8k",

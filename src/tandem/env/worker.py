@@ -20,8 +20,9 @@ from tandem.env import resource_limits
 from tandem.env.expected import expected_of
 from tandem.env.outcome_check import checked
 from tandem.env.worker_messages import FAILURE_KINDS, MAX_TEXT
-from tandem.errors import EpisodeFailed, TemplateError
+from tandem.errors import EpisodeFailed, ImageError, TemplateError
 from tandem.io import json_frames
+from tandem.io.image_parts import portable
 from tandem.protocols import Demonstrator, Environment
 from tandem.types import Message, Task, ToolCall
 
@@ -79,7 +80,8 @@ class FarChat:
 
     def say(self, *messages: Message | str) -> None:
         for message in messages:
-            self.said.append({"role": "user", "content": message} if isinstance(message, str) else dict(message))
+            plain = {"role": "user", "content": message} if isinstance(message, str) else message
+            self.said += portable([plain], "a message")
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ToldReply:
         if (message := self._given) is not None:
@@ -96,7 +98,8 @@ class FarChat:
         )
 
     async def judge(self, messages: Sequence[Message], *, max_tokens: int = 512) -> str:
-        return (await self._ask({"op": "judge", "messages": list(messages), "max_tokens": max_tokens}))["text"]
+        asked = portable(messages, "a judge's message")
+        return (await self._ask({"op": "judge", "messages": asked, "max_tokens": max_tokens}))["text"]
 
     def receive(self, message: dict[str, Any]) -> None:
         waiting = self._waiting.pop(message["id"], None)
@@ -175,7 +178,7 @@ async def _play(
         end = json_frames.pack({"op": "done", "said": chat.said, "reward": reward, "metrics": metrics})
     except EpisodeFailed as error:
         end = _failed(error.kind if error.kind in FAILURE_KINDS else "raised", str(error))
-    except TemplateError as error:
+    except (TemplateError, ImageError) as error:
         end = _failed("template", str(error))
     except MemoryError as error:
         end = _failed("out_of_memory", f"MemoryError: {error}")
@@ -201,8 +204,9 @@ def _send_tasks(loaded: LoadedEnvironment, writer: asyncio.StreamWriter, message
         chars = 0
         for task in tasks:
             expected = expected_of(task).told()
-            page.append({"id": task.id, "messages": [dict(each) for each in task.messages], "expected": expected})
-            chars += 100 + sum(len(str(each.get("content"))) for each in task.messages)
+            opening = portable(task.messages, f"task {task.id}")
+            page.append({"id": task.id, "messages": opening, "expected": expected})
+            chars += 100 + sum(len(str(each.get("content"))) for each in opening)
             chars += sum(map(len, expected["columns"].values()))
             if chars > _PAGE_CHARS:
                 writer.write(json_frames.pack({"op": "tasks", "tasks": page, "more": True}))
@@ -221,7 +225,7 @@ def _send_demonstration(loaded: LoadedEnvironment, writer: asyncio.StreamWriter,
         environment = loaded.environment
         assert isinstance(environment, Demonstrator)  # the fork server has said so
         messages = environment.demonstrate(loaded.task(message["split"], message["index"], message["id"]), rng)
-        plain_messages = [dict(each) for each in messages]
+        plain_messages = portable(messages, "it")
         writer.write(json_frames.pack({"op": "demonstrated", "messages": plain_messages, "state": rng.getstate()}))
     except Exception as error:  # noqa: BLE001 - as above
         _refuse(writer, f"demonstrate(task '{message['id']}'): {type(error).__name__}: {error}")

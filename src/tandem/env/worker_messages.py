@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, field_validator
 
+from tandem.io.image_parts import is_portable
 from tandem.types import MAX_METRICS
 
 FailureKind = Literal[
@@ -29,6 +30,14 @@ class SaidMessage(BaseModel):
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
     role: str = Field(min_length=1, max_length=64)
     content: JsonValue = None
+
+    @field_validator("content")
+    @classmethod
+    def _reads_no_file(cls, content: JsonValue) -> JsonValue:
+        """A worker may be in a sandbox: for no path of its own is a file read outside of it."""
+        if not is_portable(content):
+            raise ValueError("an image is not a data URI")
+        return content
 
     def plain(self) -> dict[str, Any]:
         return self.model_dump(exclude_unset=True)

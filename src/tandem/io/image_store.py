@@ -9,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import io
+import string
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from tandem.errors import ImageError
 from tandem.io import atomic_write
 
+IMAGES = "images"
+"""Their directory in a run."""
 SCHEME = "sha256:"
 MOST_BYTES, MOST_PIXELS = 16 * 2**20, 16 * 2**20
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -24,21 +27,29 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 class ImageStore:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._known = set[str]()
+        self._sizes = dict[str, tuple[int, int]]()
 
     def put(self, content: bytes, where: str = "image") -> str:
         """Keep an image; return its digest. ImageError, which names `where` it came from, if it is none."""
         digest = hashlib.sha256(content).hexdigest()
-        if digest not in self._known:
-            opened(content, where)
+        if digest not in self._sizes:
+            size = opened(content, where).size
             path = self._directory / digest
             if not path.exists():
                 atomic_write.make_directory(self._directory, mode=atomic_write.PRIVATE)
                 atomic_write.write_bytes(path, content, mode=0o600)
-            self._known.add(digest)
+            self._sizes[digest] = size
         return digest
 
+    def size(self, digest: str) -> tuple[int, int]:
+        """Return an image's width and height."""
+        if digest not in self._sizes:
+            self._sizes[digest] = opened(self.read(digest), f"image {digest[:12]}").size
+        return self._sizes[digest]
+
     def read(self, digest: str) -> bytes:
+        if len(digest) != 64 or not set(digest) <= set(string.hexdigits):
+            raise ImageError(f"image {digest[:12]!r}: is no SHA-256 in 64 hexadecimal digits")
         try:
             content = (self._directory / digest).read_bytes()
         except OSError as error:

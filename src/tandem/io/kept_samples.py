@@ -26,7 +26,7 @@ from tandem.errors import RunError
 from tandem.io.jsonl import finite
 from tandem.io.sqlite_store import Durable, read_only
 from tandem.io.token_marks import MarkedToken, Spelling, marks, tokens_of
-from tandem.types import Group, Message, Trajectory
+from tandem.types import Group, Message, Trajectory, text_of
 
 PLACE = "samples"
 
@@ -149,7 +149,7 @@ def _sample(
         messages[:count],
         messages[count:],
         trajectory.metrics,
-        sum(len(str(each.get("content", ""))) for each in messages),
+        sum(len(text_of(each.get("content"))) for each in messages),
         marks(trajectory, messages[count:], spelling) if spelling is not None else (),
     )
 
@@ -301,16 +301,16 @@ def _matching(db: sqlite3.Connection, where: str, values: Sequence[Any], needle:
 
 
 def _as_row(row: Sequence[Any], group: Mapping[str, Any], metrics: Any, turns: Sequence[Message]) -> dict[str, Any]:
-    said = [str(each.get("content") or "") for each in turns if each.get("role") == "assistant"]
+    said = [text_of(each.get("content")) for each in turns if each.get("role") == "assistant"]
     names = ("id", "step", "version", "group", "reward", "finish", "tokens", "logprob")
     return {
         **dict(zip(names, row, strict=False)),
         "rewards": metrics,
         "task": group["task"],
-        "prompt": "\n".join(str(each.get("content") or "") for each in group["messages"]),
+        "prompt": "\n".join(text_of(each.get("content")) for each in group["messages"]),
         "answer": said[-1] if said else "",
         "messages": [*group["messages"], *turns],
-        "text": "\0".join(str(each.get("content") or "") for each in turns),
+        "text": "\0".join(text_of(each.get("content")) for each in turns),
     }
 
 

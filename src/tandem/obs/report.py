@@ -32,6 +32,7 @@ from tandem.obs.look import LOOK
 from tandem.obs.plan_vs_measured import against_plan
 from tandem.obs.reward_lines import reward_lines
 from tandem.obs.run_history import History, drops, evaluations, largest, number, read_history, timing, total
+from tandem.types import text_of
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -245,7 +246,7 @@ def _play(row: Mapping[str, Any], when: str) -> dict[str, Any]:
     return {
         "when": when,
         "reward": "–" if reward is None else f"{reward:g}",
-        "messages": [(str(turn.get("role", "?")), _cut(str(turn.get("content", "")))) for turn in turns],
+        "messages": [(str(turn.get("role", "?")), _cut(text_of(turn.get("content")))) for turn in turns],
     }
 
 

@@ -179,7 +179,7 @@ def _play(
 
     async def one(task: Task, seed: int) -> Trajectory | None:
         try:
-            return await play(setting, task, setting.renderer.prompt(task.messages), seed)
+            return await play(setting, *setting.opened(task), seed)
         except EpisodeFailed as failure:
             failures.append(failure)
             return None

@@ -17,6 +17,7 @@ from tandem.env.mix import mean_by_part
 from tandem.env.protocol_check import report_of
 from tandem.env.scripted_chat import calls_tools, offered_tools
 from tandem.errors import NothingLearned, StoreError
+from tandem.io.image_store import IMAGES, ImageStore
 from tandem.io.kept_samples import KeptSamples
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
@@ -103,6 +104,7 @@ class RlRun:
             spec.train.thinking_length_penalty,
             judge_model(environment_spec.judge, self.joined.engine, self.model.renderer, self.model.context),
             retries=1 if environment_spec.workers else 0,
+            images=None if self.model.renderer.images is None else ImageStore(self.run.directory / IMAGES),
         )
 
     async def train(self) -> None:
@@ -202,7 +204,7 @@ class RlRun:
         if any(calls_tools(messages) for _, messages in shown):
             limit_s = training.its_spec(self.spec).episode_timeout_s
             tools = [await offered_tools(self.environment, task, limit_s) for task, _ in shown]
-        return [[each] for each in recordings_of(self.model, shown, tools)]
+        return [[each] for each in recordings_of(self.model, shown, tools, self.setting and self.setting.images)]
 
     async def _rl_stage(self, trainer: Trainer, algorithm: Algorithm) -> None:
         """Run the loop over the RL steps. `first`, `last`: versions before the first step and after the last."""

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 from tandem.build import groups as build_groups
 from tandem.build import run_engines, training
 from tandem.data.conversation import Conversation
-from tandem.data.load import DataRow, DataSplit
-from tandem.errors import DataError, TemplateError
+from tandem.data.load import DataRow, DataSplit, load_rows
+from tandem.errors import DataError, ImageError, TemplateError
+from tandem.io.image_parts import has_images, interned
+from tandem.io.image_store import IMAGES, ImageStore
 from tandem.loop import run_loop
 from tandem.protocols import Algorithm, Trainer
 from tandem.rollout.recorded_producer import record
@@ -70,12 +72,15 @@ async def recorded_stage(
 
 
 def recordings_of(
-    model: training.BuiltModel, shown: Sequence[tuple[Task, Sequence[Message]]], tools: Sequence[Sequence[Any]]
+    model: training.BuiltModel,
+    shown: Sequence[tuple[Task, Sequence[Message]]],
+    tools: Sequence[Sequence[Any]],
+    store: ImageStore | None,
 ) -> list[Trajectory]:
     """Return an environment's demonstrations as trajectories, each with the tools that its task offers; DataError if
-    one is longer than the model's context."""
+    one is longer than the model's context. `store`: keeps their images."""
     recorded = [
-        record(model.renderer, [*task.messages, *messages], task.id, offered)
+        record(model.renderer, interned([*task.messages, *messages], store, f"task {task.id}"), task.id, offered)
         for (task, messages), offered in zip(shown, tools, strict=True)
     ]
     if longest := next((t for t in recorded if len(t.ids) > model.context), None):
@@ -97,9 +102,20 @@ def checked_rows(
             ids, _ = model.renderer.conversation(conversation.messages)
         except TemplateError as error:
             return str(error)
+        except ImageError as error:
+            if not data.allow_bad_rows:
+                raise DataError(f"{field}: {conversation.source}:{conversation.row}: {error}") from error
+            return str(error)
         return f"longer than {longest} tokens" if len(ids) > longest else ""
 
-    split = reported(training.rows(data, field).without(unusable), "conversation", run, field)
+    store = ImageStore(run.directory / IMAGES)
+
+    def keep(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        if model.renderer.images is None and has_images(messages):
+            raise DataError(f"{field}: rows have images, but this model takes text only; choose one that sees")
+        return interned(messages, store, "image")
+
+    split = reported(load_rows(data, field, keep).without(unusable), "conversation", run, field)
     train, held_out = (
         [[record(model.renderer, row.messages, f"{row.source}:{row.row}")] for row in rows]
         for rows in (split.train, split.held_out)
@@ -140,7 +156,9 @@ def say_if_too_few(run: Run, held_out: int, confidence: float, way_out: str) -> 
 
 
 def marked(model: training.BuiltModel, trajectory: Trajectory) -> str:
-    """Return a trajectory's text, with its trained tokens between [[ and ]]."""
-    runs = groupby(zip(trajectory.ids, trajectory.trained, strict=True), key=lambda pair: pair[1])
+    """Return a trajectory's text, with its trained tokens between [[ and ]], and one token for each image."""
+    left_out = {at for image in trajectory.images for at in range(image.offset + 1, image.offset + image.length)}
+    pairs = zip(trajectory.ids, trajectory.trained, strict=True)
+    runs = groupby((pair for at, pair in enumerate(pairs) if at not in left_out), key=lambda pair: pair[1])
     texts = ((trained, model.renderer.decode([pair[0] for pair in run], skip_special=False)) for trained, run in runs)
     return "".join(f"[[{text}]]" if trained else text for trained, text in texts)

@@ -6,11 +6,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tandem.env.outcome_check import checked
-from tandem.errors import EpisodeFailed, TemplateError
+from tandem.errors import EpisodeFailed, ImageError, TemplateError
+from tandem.io.image_parts import interned
+from tandem.io.image_store import ImageStore
 from tandem.protocols import Engine, Environment
 from tandem.rollout.deadlines import Blocked, Clock, Guarded
 from tandem.rollout.judge import Judge
@@ -40,6 +42,14 @@ class Setting:
     """How often an episode that hung, crashed or raised is played again, with the same seed."""
     retried: Counter[str] = field(default_factory=Counter[str])
     clock: Clock = field(default_factory=Clock)
+    images: ImageStore | None = None
+    """Where images are kept that the environment shows; None: the model takes text only."""
+
+    def opened(self, task: Task) -> tuple[Task, list[int]]:
+        """Return a task, its images kept and named by their digests, and the ids that it opens with. TemplateError or
+        ImageError if they cannot be made."""
+        task = replace(task, messages=interned(task.messages, self.images, f"task {task.id}"))
+        return task, self.renderer.prompt(task.messages)
 
 
 async def play(setting: Setting, task: Task, opening_ids: list[int], seed: int) -> Trajectory:
@@ -59,7 +69,7 @@ async def _play_once(setting: Setting, task: Task, opening_ids: list[int], seed:
     recorder = Recorder(
         setting.engine, setting.renderer, task, opening_ids, setting.sampling,
         max_context=setting.max_context, deadline_s=setting.engine_deadline_s, seed=seed, clock=setting.clock,
-        judge=setting.judge,
+        judge=setting.judge, store=setting.images,
     )  # fmt: skip
     limit_s = setting.episode_timeout_s
     outcome: object = None
@@ -99,7 +109,7 @@ async def _outcome(task: Task, run: Awaitable[object]) -> object:
         raise
     except Blocked as error:
         raise EpisodeFailed("hung", f"task {task.id}: the environment {error}") from error
-    except TemplateError as error:
+    except (TemplateError, ImageError) as error:
         raise EpisodeFailed("template", f"task {task.id}: {error}") from error
     except (Exception, asyncio.CancelledError) as error:
         this = asyncio.current_task()

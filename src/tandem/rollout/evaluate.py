@@ -58,7 +58,7 @@ async def evaluate(
 
     async def score(index: int, task: Task) -> Trajectory | None:
         try:
-            trajectory = await play(greedy, task, setting.renderer.prompt(task.messages), seed=index)
+            trajectory = await play(greedy, *setting.opened(task), seed=index)
             if measure == "accuracy" and not _has_correct(trajectory):
                 raise EpisodeFailed(
                     "no_outcome", f"task {task.id}: its metrics lack `correct`, which earlier evaluations had"

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from tandem.errors import EpisodeFailed, TemplateError, TooManyFailures
+from tandem.errors import EpisodeFailed, ImageError, TemplateError, TooManyFailures
 from tandem.rollout.episode import Setting, play
 from tandem.rollout.no_reward import RewardWatch
 from tandem.types import Group, Metrics, Task, Ticket, Trajectory
@@ -111,8 +111,8 @@ class EnvironmentProducer:
 
     async def _siblings(self, task: Task, order: int) -> Group:
         try:
-            opening_ids = self._setting.renderer.prompt(task.messages)
-        except TemplateError as error:
+            task, opening_ids = self._setting.opened(task)
+        except (TemplateError, ImageError) as error:
             raise EpisodeFailed("template", f"task {task.id}: {error}") from error
         # Seeds are far apart, so that no two of group, sibling and turn share one.
         seeds = [((self._seed * 1_000_003 + order) * 4096 + sibling) * 1024 for sibling in range(self._group_size)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tandem.io.image_parts import has_images
 from tandem.protocols import RolloutStore
 from tandem.rollout.producer import task_order
 from tandem.rollout.recorder import RecorderRenderer
@@ -18,8 +19,9 @@ def record(
     ids, trained = renderer.conversation(messages, tools) if tools else renderer.conversation(messages)
     length = len(ids)
     return Trajectory(
-        ids, trained, [0.0] * length, [NO_VERSION] * length, status="recorded", task_id=name, messages=list(messages)
-    )
+        ids, trained, [0.0] * length, [NO_VERSION] * length, status="recorded", task_id=name, messages=list(messages),
+        images=renderer.placed(messages, ids) if has_images(messages) else [],
+    )  # fmt: skip
 
 
 def record_pair(

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tandem.errors import EngineError, EngineSilent, EpisodeFailed
+from tandem.io.image_parts import has_images, interned
+from tandem.io.image_store import ImageStore
 from tandem.protocols import Engine, StartingEngine
 from tandem.rollout.deadlines import Blocked, Clock
 from tandem.rollout.judge import Judge
-from tandem.types import NO_VERSION, Completion, Message, Sampling, Task, Thought, ToolCall, Trajectory
+from tandem.types import NO_VERSION, Completion, Message, PlacedImage, Sampling, Task, Thought, ToolCall, Trajectory
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -30,6 +32,7 @@ class RecorderRenderer(Protocol):
     def calls(self, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, list[ToolCall]]: ...
     def thought(self, ids: Sequence[int], stop: Sequence[str] = ()) -> Thought | None: ...
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[bool]]: ...
+    def placed(self, messages: Sequence[Message], ids: Sequence[int], begin: int = 0) -> list[PlacedImage]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +45,17 @@ class AssistantTurn:
 
 
 class Recorder:
-    """A Chat that records. `opening_ids`: the task's messages, rendered once for all siblings."""
+    """A Chat that records. `opening_ids`: the task's messages, rendered once for all siblings. `store`: where images
+    are kept that the environment shows; None: it shows none."""
 
     def __init__(
         self, engine: Engine, renderer: RecorderRenderer, task: Task, opening_ids: Sequence[int], sampling: Sampling, *,
         max_context: int, deadline_s: float, seed: int, clock: Clock, judge: Judge | None = None,
+        store: ImageStore | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._renderer, self._task = engine, renderer, task
         self._sampling, self._max_context, self._deadline_s, self._seed = sampling, max_context, deadline_s, seed
-        self._clock, self._judge = clock, judge
+        self._clock, self._judge, self._store = clock, judge, store
         self._tools: Tools = ()
         self._calls = self._unreadable_calls = 0
         self._opening_ids = list(opening_ids)
@@ -60,6 +65,7 @@ class Recorder:
         self._trained: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._images: list[PlacedImage] = []
         self._turns = 0
         self._replying = False
         self._truncated = False
@@ -76,8 +82,8 @@ class Recorder:
         self._tools = [dict(tool) for tool in tools]
 
     def say(self, *messages: Message | str) -> None:
-        for message in messages:
-            self._said.append({"role": "user", "content": message} if isinstance(message, str) else message)
+        plain = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
+        self._said += interned(plain, self._store, f"task {self._task.id}")
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> AssistantTurn:
         if self.engine_error is not None:
@@ -88,6 +94,8 @@ class Recorder:
             )
         said = list(self._said)
         context = self._context(said)
+        new = said if self._ids else [*self._task.messages, *said]
+        shown = self._renderer.placed(new, context, len(self._ids)) if has_images(new) else []
         prompt_ids = self._ids + context
         room = self._max_context - len(prompt_ids)
         if room < 1:
@@ -101,6 +109,7 @@ class Recorder:
             max_tokens=min(most if max_tokens is None else max_tokens, most, room),
             stop=tuple(stop) or self._sampling.stop,
             seed=self._seed + self._turns,
+            images=(*self._images, *shown),
         )
         self._turns += 1
         self._replying = True
@@ -110,6 +119,7 @@ class Recorder:
             self._replying = False
         # Only now: a reply that failed or was cancelled leaves no trace, and the environment may ask again.
         del self._said[: len(said)]
+        self._images += shown
         self._add(context, [0.0] * len(context), [NO_VERSION] * len(context), trained=False)
         self._add(completion.ids, completion.logprobs, completion.versions, trained=True)
         self._truncated = completion.finish_reason == "length"
@@ -129,6 +139,8 @@ class Recorder:
             raise EpisodeFailed(
                 "judge", f"task {self._task.id}: no judge is configured; set [environment.judge] in the spec"
             )
+        if has_images(messages):
+            raise EpisodeFailed("judge", f"task {self._task.id}: a judge takes text only, and was shown an image")
         with self.off_the_clock():
             return await self._judge.ask(messages, max_tokens=max_tokens)
 
@@ -153,7 +165,7 @@ class Recorder:
         return Trajectory(
             list(self._ids), list(self._trained), list(self._logprobs), list(self._versions), reward,
             "truncated" if self._truncated else "finished", self._counted(metrics), shaping, self.thinking_tokens,
-            self.unclosed, self._task.id, self._messages + self._said,
+            self.unclosed, self._task.id, self._messages + self._said, images=list(self._images),
         )  # fmt: skip
 
     def _context(self, said: Sequence[Message]) -> list[int]:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 from tandem.env.expected import expected_of
 from tandem.errors import EpisodeFailed
-from tandem.types import Task, Trajectory
+from tandem.types import Task, Trajectory, text_of
 
 _OFTEN, _SOMETIMES = 0.5, 0.2  # shares of answers
 _AGREED, _COMMON = 0.6, 0.34  # share of a task's answers that hold a word, and of tasks where that word says nothing
@@ -59,7 +59,7 @@ class _Sample:
 
     @cached_property
     def prompt(self) -> str:
-        return " ".join(str(message.get("content") or "") for message in self.task.messages)
+        return " ".join(text_of(message.get("content")) for message in self.task.messages)
 
     @cached_property
     def wanted(self) -> str:

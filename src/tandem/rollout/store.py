@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.errors import Starved, StoreError, StoreTimeout
-from tandem.types import Group, Ticket, Trajectory
+from tandem.types import Group, PlacedImage, Ticket, Trajectory
 
 
 class MemoryStore:
@@ -119,7 +119,7 @@ class MemoryStore:
         self._started, self._dropped_in_a_row = state["started"], state["dropped_in_a_row"]
         self.dropped.update(state["dropped"])
         for order, group in state["in_flight"]:
-            self._in_flight[order] = [Trajectory(**each) for each in group] if group else None
+            self._in_flight[order] = [_trajectory(each) for each in group] if group else None
             if not group:
                 self._replay.append(order)
         self._held = len(self._in_flight)
@@ -155,3 +155,11 @@ class MemoryStore:
             self._held += 1
             self._in_flight[ticket.order] = None
             waiter.set_result(ticket)
+
+
+def _trajectory(saved: Mapping[str, Any]) -> Trajectory:
+    """Return a trajectory of a checkpoint, which is JSON."""
+    made = Trajectory(**saved)
+    placed = ((each["digest"], each["offset"], tuple(each["grid"]), each["length"]) for each in saved.get("images", ()))
+    made.images = [PlacedImage(*each) for each in placed]
+    return made

@@ -61,6 +61,8 @@ class ServedTeacher:
             await asyncio.gather(*asking, return_exceptions=True)
 
     async def _score(self, trajectory: Trajectory) -> None:
+        if trajectory.images:
+            raise self._refused(f"task {trajectory.task_id} has images, and a served teacher is sent tokens only")
         trajectory.teacher_logprobs = [0.0, *await self._logprobs(trajectory.ids)]
 
     async def _logprobs(self, ids: Sequence[int]) -> list[float]:

@@ -66,7 +66,7 @@ class EnvironmentSpec(Spec):
     """An environment by name, with the parameters of its class."""
 
     name: Annotated[str, LocalPath("file:Class")] = Field(min_length=1)
-    """prompts: your own data set and reward functions (docs/your_data.md); arithmetic, sort or guess; your own:
+    """prompts: your own data set and reward functions (docs/your_data.md); arithmetic, sort, guess or count; your own:
     package.module:Class, or a file (path/to/env.py:Class), which is looked for beside the spec's file first; or
     another library's: gsm8k, math, reasoning_gym:ID, gymnasium:ID, verifiers:ID, openenv:URL (docs/adapters.md); or a
     package of your control server's index: ORG/NAME==VERSION (docs/packages.md), which plays in a sandbox."""

@@ -14,17 +14,21 @@ from copy import copy
 from functools import cache
 from typing import Any
 
-from tandem.errors import TemplateError, TextTooLong
+from tandem.errors import ImageError, TemplateError, TextTooLong
+from tandem.io.image_parts import has_images
+from tandem.io.image_store import SCHEME
 from tandem.io.tool_calls import TOOL_CALL, parse_calls
 from tandem.protocols import ImageSource
 from tandem.text.special_tokens import mend
 from tandem.text.thinking_stream import END_THINK, THINK, ThoughtStream
 from tandem.text.tokenizer import fingerprint
 from tandem.text.tool_call_stream import CallStream
-from tandem.types import Message, Thought, ToolCall
+from tandem.types import Message, PlacedImage, Thought, ToolCall, text_of
 
 _SENTINEL = "Q7sentinelQ7"
 _PIECE_CHARS = 2**16
+_VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Written by the template for an image, and by nothing else: text that has them would stand for an image."""
 _OWN_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
     | {"chat_template", "conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"}
@@ -41,6 +45,8 @@ class Renderer:
         """`images`: of a model that sees; None: its messages are text only."""
         self.tokenizer = tokenizer
         self.images = images
+        vocabulary = tokenizer.get_vocab() if images is not None else {}
+        self._vision_ids = {name: vocabulary[name] for name in _VISION_MARKS if name in vocabulary}
         self.thinking = thinking
         self._options: Mapping[str, Any] = {}
         self._most_tokens, self._longest_token = 0, max(map(len, tokenizer.get_vocab()))
@@ -145,7 +151,7 @@ class Renderer:
         text = self._render(messages, True, tools)
         if tools and text == self._render(messages, True):
             raise TemplateError("model: its chat template ignores tools, so the model would not know them")
-        return self.encode(text)
+        return self._with_pads(self.encode(text), messages)
 
     def user_opening(self) -> list[int]:
         """Return the ids before a conversation's first user message."""
@@ -157,7 +163,7 @@ class Renderer:
     def glue(self, messages: Sequence[Message], last_id: int, tools: Tools = ()) -> list[int]:
         """Return the ids between a sampled turn that ended with `last_id` and the next turn: new messages and
         markers."""
-        ids = self.encode(self._after_assistant(messages, opens_next=True, tools=tools))
+        ids = self._with_pads(self.encode(self._after_assistant(messages, opens_next=True, tools=tools)), messages)
         # The sampled end of turn exists already; a turn that a limit or a stop string ended has none.
         place = len(self._before_end)
         return ids[place + 1 :] if ids[place : place + 1] == [last_id] else ids
@@ -173,11 +179,45 @@ class Renderer:
                 pending.append(message)
                 continue
             context = self.glue(pending, ids[-1], tools) if ids else self.prompt(pending, tools)
-            spoken = [*self.encode(self._spoken(message)), *self._before_end, self.end_id]
+            said = self._with_pads(self.encode(self._spoken(message)), ())
+            spoken = [*said, *self._before_end, self.end_id]
             ids += context + spoken
             trained += [False] * len(context) + [True] * len(spoken)
             pending = []
         return ids, trained
+
+    # --- images
+
+    def placed(self, messages: Sequence[Message], ids: Sequence[int], begin: int = 0) -> list[PlacedImage]:
+        """Return where the images of messages stand. `ids`: what `prompt`, `glue` or `conversation` made of these
+        messages. `begin`: the tokens before `ids`, by which all offsets are moved."""
+        found, at = list[PlacedImage](), 0
+        if self.images is not None:
+            for digest in _digests(messages):
+                at = ids.index(self.images.pad_id, at)
+                length = self.images.length(digest)
+                found.append(PlacedImage(digest, begin + at, self.images.grid(digest), length))
+                at += length
+        return found
+
+    def _with_pads(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return ids with a pad for each token of each image. ImageError if text has a mark that stands for an image:
+        the model would take it for one."""
+        if self.images is None:
+            return ids
+        digests = _digests(messages)
+        for name, token_id in self._vision_ids.items():
+            wanted = 0 if name == "<|video_pad|>" else len(digests)
+            if ids.count(token_id) > wanted:
+                raise ImageError(f"the text of a message has {name}, which stands for an image; take it out")
+        if ids.count(self.images.pad_id) < len(digests):
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ImageError(f"model: its chat template drops images, of the roles {roles}")
+        if not digests:
+            return ids
+        rest = iter(digests)
+        lengths = (self.images.length(next(rest)) if each == self.images.pad_id else 1 for each in ids)
+        return [each for each, length in zip(ids, lengths, strict=True) for _ in range(length)]
 
     # --- ids to text
 
@@ -244,7 +284,7 @@ class Renderer:
         """Return the assistant's turn as the template writes it after the generation prompt, without the end of
         turn."""
         if not (message.get("tool_calls") or message.get("reasoning_content")):
-            return message["content"]
+            return text_of(message["content"])
         opening = self._render([{"role": "user", "content": "."}], True)
         whole = self._render([{"role": "user", "content": "."}, message], False)
         end = self.decode([self.end_id], skip_special=False)
@@ -264,7 +304,9 @@ class Renderer:
         return after
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools = ()) -> str:
-        self.check_chars(message.get("content") or "" for message in messages)
+        if self.images is None and has_images(messages):
+            raise ImageError("this model takes text only, and a message has an image")
+        self.check_chars(text_of(message.get("content")) for message in messages)
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
@@ -281,6 +323,15 @@ class Renderer:
     @cache  # noqa: B019 - as long-lived as the renderer, bounded by the vocabulary
     def token_text(self, token_id: int) -> str:
         return self.tokenizer.convert_ids_to_tokens(token_id)
+
+
+def _digests(messages: Sequence[Message]) -> list[str]:
+    """Return the digests of the messages' images, in their order."""
+    contents = [message["content"] for message in messages if has_images([message])]
+    given = [part.get("image") for content in contents for part in content if part["type"] != "text"]
+    if not all(isinstance(each, str) and each.startswith(SCHEME) for each in given):
+        raise ImageError("a message has an image that no edge has kept; images come from data files and environments")
+    return [each.removeprefix(SCHEME) for each in given]
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

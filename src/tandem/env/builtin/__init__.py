@@ -1,1 +1,1 @@
-"""The environments that come with Tandem: arithmetic, guess, sort. env/load.py names them."""
+"""The environments that come with Tandem: arithmetic, count, guess, sort. env/load.py names them."""

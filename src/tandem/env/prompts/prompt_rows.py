@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,6 +15,7 @@ from tandem.data.conversation import (
     as_object,
     check_text,
     instruction,
+    located,
     parse_messages,
     said_by,
     with_system,
@@ -22,7 +24,7 @@ from tandem.data.load import DataSplit, RowFormat, load
 from tandem.errors import SpecError
 from tandem.spec.data import DatasetData, FileData, RecordedData, is_file_name, with_kind
 from tandem.spec.load import plain_message
-from tandem.types import Message
+from tandem.types import Message, text_of
 
 FIELD = "environment.params.data"
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "instruction", "question", "problem", "text")
@@ -64,10 +66,11 @@ def data_spec(data: str | Mapping[str, Any]) -> FileData | DatasetData:
 
 def load_prompts(spec: FileData | DatasetData, system: str) -> DataSplit[PromptRow]:
     """Read the prompts. `system`: put before each prompt that has no system message."""
+    base = Path(spec.path).parent if isinstance(spec, FileData) else None
 
     def understood(row: object, number: int, source: str) -> PromptRow:
         columns = as_object(row)
-        messages = with_system({"system": system}, parse_prompt(columns))
+        messages = located(with_system({"system": system}, parse_prompt(columns)), base)
         check_text(messages)
         prompt = columns.get("prompt")
         said = prompt if isinstance(prompt, str) else messages if _is_chat(columns) else _text_of(messages)
@@ -87,10 +90,10 @@ def parse_prompt(row: Mapping[Any, Any]) -> tuple[Message, ...]:
     if column == "instruction":
         messages = said_by(instruction(row), "user")
     elif _is_chat(row):
-        messages = parse_messages(row[column])
+        messages = parse_messages(row[column], images=True)
         messages = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     else:
-        messages = said_by(row[column], "user")
+        messages = said_by(row[column], "user", images=True)
     if not messages:
         raise BadRow("no messages")
     if messages[-1]["role"] not in ("user", "tool"):
@@ -109,14 +112,14 @@ def _is_chat(row: Mapping[Any, Any]) -> bool:
 
 
 def _text_of(messages: tuple[Message, ...]) -> str:
-    return str(messages[-1]["content"])
+    return text_of(messages[-1]["content"])
 
 
 def _with_answer(row: Mapping[Any, Any]) -> Mapping[str, Any]:
     """Return the row's columns; the last turn of a recorded chat is its `completion`, unless it has that column."""
     columns = {str(name): value for name, value in row.items()}
     if column_of(row) in ("messages", "conversations") and "completion" not in columns:
-        said = parse_messages(row[column_of(row)])
+        said = parse_messages(row[column_of(row)], images=True)
         if said and said[-1]["role"] == "assistant":
             columns["completion"] = said[-1]["content"]
     return columns

@@ -123,6 +123,10 @@ def encode(group: Group, **head: Any) -> WireGroup:
     for number, each in enumerate(group):
         if not len(each.ids) == len(each.logprobs) == len(each.trained) == len(each.versions):
             raise GroupRefused(f"trajectories.{number}", "ids, logprobs, trained and versions differ in length")
+        if each.images:
+            raise GroupRefused(
+                f"trajectories.{number}.images", "a frame has no images; play the environment in the run"
+            )
     return assemble(
         GroupHead(heads, **head),
         [each.ids for each in group],

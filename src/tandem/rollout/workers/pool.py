@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tandem.env.worker_messages import ENDED, FROM_EPISODE, AskJudge, AskReply, AskTools, Done, Failed, Forget
-from tandem.errors import EngineError, EnvironmentFailed, EpisodeFailed, TemplateError
+from tandem.errors import EngineError, EnvironmentFailed, EpisodeFailed, ImageError, TemplateError
 from tandem.io import json_frames
 from tandem.protocols import Chat, Reply, TimedChat
 from tandem.rollout.workers.forkserver_client import ForkServerClient, Order, place_of
@@ -186,7 +186,7 @@ class _PoolWorker:
     async def _answer(self, number: int, question: Question, engine_failure: asyncio.Future[Any]) -> None:
         try:
             self._send({"id": number, **await question()})
-        except (EpisodeFailed, TemplateError) as error:
+        except (EpisodeFailed, TemplateError, ImageError) as error:
             kind = error.kind if isinstance(error, EpisodeFailed) else "template"
             self._send({"op": "wrong", "id": number, "kind": kind, "text": str(error)})
         except asyncio.CancelledError:
