@@ -56,7 +56,9 @@ class Engine:
             remove_adapter=self._remove,
         )
         piece = TensorPiece("layer.q.weight", "layer.q.weight", torch.zeros(held, COLS), 0, 0, (ROWS, COLS))
-        self.slots = LoraSlots(self.manager, TensorLayout({"layer.q.weight": [piece]}, {}, (), {}), {}, CheckpointNames(None))
+        self.slots = LoraSlots(
+            self.manager, TensorLayout({"layer.q.weight": [piece]}, {}, (), {}), {}, CheckpointNames(None)
+        )
         self.slots.reuses_tensors = True
         self.source = Source()
         self.worker: Any = object.__new__(EngineWorker)

@@ -18,8 +18,8 @@ from vllm_cpu import PYTHON, adapted, changed
 
 from tandem.engine.vllm.tested_versions import has_package
 from tandem.io.image_store import ImageStore
-from tandem.ops.digest import fingerprints
 from tandem.model import served_weights
+from tandem.ops.digest import fingerprints
 from tandem.text.model_images import ModelImages
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, PlacedImage, Sampling, Shape
@@ -163,7 +163,7 @@ def test_images_that_change_places_are_other_images_there(rig: Seeing):
 @pytest.mark.parametrize("mode", ["disk", "broadcast"])
 def test_a_version_is_proven_with_its_vision_tower(rig: Seeing, mode: str):
     parts, bridge = ([5], rig.image(48, 32), [7]), rig.bridge(mode)
-    ids, how, before = rig.ask(*parts)
+    rig.ask(*parts)
     other = changed(rig.module, seed=len(mode))
     sent, served = rig.publish(bridge, other)
     assert sent.fingerprints == served.fingerprints == rig.run(rig.engine.fingerprints())

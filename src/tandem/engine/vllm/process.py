@@ -118,8 +118,8 @@ class VllmOptions:
         if self.sees:
             if not is_since(version, 0, 32):
                 raise EngineError(
-                    f"engine: vLLM {version} was not tested with a model that sees, and has no --mm-device-do-normalize; "
-                    "`tandem engine install vllm --version 0.32.0` installs one that was"
+                    f"engine: vLLM {version} was not tested with a model that sees, and may have no "
+                    "--mm-device-do-normalize; `tandem engine install vllm --version 0.32.0` installs one that was"
                 )
             # Pixels come normalised, as the trainer sees them. Videos are not known here.
             given += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
