@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from tandem.engine.vllm.engine import VllmEngine
 from tandem.engine.vllm.image_features import ImageFeatures
 from tandem.engine.vllm.process import VllmOptions
 from tandem.errors import EngineError, ImageError, SamplingRefused, SyncError
+from tandem.io.engine_messages import encoded
+from tandem.serve.engine.service import SamplingBody
 from tandem.types import PlacedImage, Sampling
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.served_memory import layout_of
@@ -103,6 +106,14 @@ def test_an_engine_without_images_refuses_them_and_one_that_has_them_sends_them_
     engine._sample_whole = whole
     assert asyncio.run(engine.generate([PAD, PAD], sampling)) == "answer"
     assert set(seen[0]) == {"features", "return_token_ids"}
+
+
+def test_images_go_to_an_engine_s_own_process_by_digest_and_place():
+    asked = Sampling(max_tokens=1, images=(PlacedImage("ab" * 32, 1, (1, 2, 4), 2),))
+    sent: dict[str, Any] = json.loads(encoded(asdict(asked)))
+    for name in ("shape", "top_logprobs", "on_update"):
+        del sent[name]
+    assert SamplingBody.model_validate_json(json.dumps(sent)).sampling() == asked
 
 
 class Qwen3VLForConditionalGeneration(torch.nn.Module):

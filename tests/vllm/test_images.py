@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ import pytest
 import torch
 import transformers
 from test_vllm_engine import Rig
-from vllm_cpu import PYTHON, adapted, changed
+from vllm_cpu import PYTHON, adapted, changed, full
 
+from tandem.bridge.files.checkpoint import DiskBridge
+from tandem.build import run_engines
+from tandem.engine.server.child_process import Owned
+from tandem.engine.server.engine import ServerEngine
 from tandem.engine.vllm.tested_versions import has_package
 from tandem.io.image_store import ImageStore
 from tandem.model import served_weights
 from tandem.ops.digest import fingerprints
+from tandem.spec.engine import VllmEngineSpec
 from tandem.text.model_images import ModelImages
 from tandem.text.tokenizer import byte_tokenizer
-from tandem.types import Completion, PlacedImage, Sampling, Shape
+from tandem.types import Completion, PlacedImage, Sampling, Sent, Served, Shape
 
 pytestmark = pytest.mark.skipif(
     PYTHON.is_file() and not has_package(str(PYTHON), "torchvision"),
@@ -158,6 +164,39 @@ def test_images_that_change_places_are_other_images_there(rig: Seeing):
     for (ids, how), (_, other), told in zip(asked, reversed(asked), rig.run(together()), strict=True):
         assert rig.far_off(rig.module, ids, how, told) < NEAR
         assert rig.far_off(rig.module, ids, other, told) > FAR
+
+
+def test_a_run_s_own_engine_process_sees_and_takes_a_version(rig: Seeing, tmp_path: Path):
+    settings = VllmEngineSpec(python=str(PYTHON), eager=True, max_context=128, max_running=8)
+    options: Any = {"device": "cpu", "dtype": "float32", "thinking": False, "directory": tmp_path}
+    command = run_engines.engine_command(settings, **options, readable=[tmp_path])
+    seeing_command = partial(_with_images, command, rig.path / "images")
+    engine = ServerEngine(Owned(seeing_command, model=str(rig.path), directory=tmp_path))
+    ids, how = rig.prompt([5], rig.image(48, 32), [7])
+    other = changed(rig.module, seed=9)
+
+    async def asked_twice() -> tuple[Completion, Sent, Served, Completion]:
+        buffers = [name for name, _ in rig.module.named_buffers()]
+        bridge = DiskBridge(tmp_path / "versions", rig.path, buffers=buffers, deadline_s=60)
+        try:
+            await engine.attach(bridge.source(1))
+            sent, served = await asyncio.gather(asyncio.to_thread(bridge.send, full(rig.module, 1)), engine.load(1))
+            assert sent.fingerprints == served.fingerprints
+            first = await engine.generate(ids, how)
+            sent, served = await asyncio.gather(asyncio.to_thread(bridge.send, full(other, 2)), engine.load(2))
+            return first, sent, served, await engine.generate(ids, how)
+        finally:
+            await engine.close()
+            bridge.close()
+
+    first, sent, served, second = rig.run(asked_twice())
+    assert sent.fingerprints == served.fingerprints
+    assert rig.far_off(rig.module, ids, how, first) < NEAR
+    assert rig.far_off(other, ids, how, second) < NEAR
+
+
+def _with_images(command: Any, directory: Path, *which: Any) -> list[str]:
+    return [*command(*which), "--images", str(directory)]
 
 
 @pytest.mark.parametrize("mode", ["disk", "broadcast"])

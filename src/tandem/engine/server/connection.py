@@ -81,9 +81,11 @@ class Connection:
             raise EngineError(
                 f"engine: on_update = '{on_update}': {self.url} has one on_update setting for all requests"
             )
-        if sampling.extras:
-            raise EngineError(f"engine: {sampling.extras[0]}: {self.url} takes it on OpenAI's routes only")
+        if others := [name for name in sampling.extras if name != "images"]:
+            raise EngineError(f"engine: {others[0]}: {self.url} takes it on OpenAI's routes only")
         del asked["shape"], asked["top_logprobs"]
+        if not sampling.images:
+            del asked["images"]  # older servers do not know it
         body = {
             "prompt_ids": list(prompt_ids),
             "sampling": asked,
