@@ -44,8 +44,8 @@ class Seeing(Rig):
         tokenizer = byte_tokenizer()
         tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
         tokenizer.save_pretrained(path)
-        self.start, self.end, self.pad, self.unused = tokenizer.convert_tokens_to_ids(MARKS)
-        module = seeing(len(tokenizer), self.start, self.end, self.pad, self.unused)
+        self.start, self.end, self.pad, video = tokenizer.convert_tokens_to_ids(MARKS)
+        module = seeing(len(tokenizer), self.start, self.end, self.pad, video)
         module.save_pretrained(path)
         sizes = {"size": {"shortest_edge": 256, "longest_edge": 65536}, "patch_size": 8, "merge_size": 2}
         middle = {"temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -88,7 +88,7 @@ class Seeing(Rig):
 
     @torch.no_grad()
     def scored(self, module: Any, ids: Sequence[int], how: Sampling, answer: Sequence[int]) -> torch.Tensor:
-        """By one forward of transformers. It finds an image's place by its token: here, one that no text has."""
+        """By one forward of transformers. It finds an image's place by its token: here, one that this text lacks."""
         whole, kinds = torch.tensor([[*ids, *answer]]), torch.zeros(1, len(ids) + len(answer), dtype=torch.int32)
         for image in how.images:
             kinds[:, image.offset : image.offset + image.length] = 1
@@ -97,8 +97,9 @@ class Seeing(Rig):
             given["pixel_values"] = torch.cat([self.images.pixels(image.digest) for image in how.images])
             given["image_grid_thw"] = torch.tensor([image.grid for image in how.images])
             given["mm_token_type_ids"] = kinds
-        module.config.image_token_id, module.base_model.rope_deltas = self.unused, None
-        logits = module(input_ids=whole.masked_fill(kinds == 1, self.unused), **given).logits[0]
+        unused = min(set(range(self.start)) - set(whole[0].tolist()))
+        module.config.image_token_id, module.base_model.rope_deltas = unused, None
+        logits = module(input_ids=whole.masked_fill(kinds == 1, unused), **given).logits[0]
         module.config.image_token_id = self.pad
         rows = logits[len(ids) - 1 : -1].log_softmax(-1)
         return rows[torch.arange(len(answer)), torch.tensor(answer)]
@@ -210,6 +211,32 @@ def test_a_version_is_proven_with_its_vision_tower(rig: Seeing, mode: str):
     ids, how, told = rig.ask(*parts)
     assert rig.far_off(other, ids, how, told) < NEAR, "and no features of the older tower were kept"
     assert rig.far_off(rig.module, ids, how, told) > FAR
+    rig.publish(bridge, rig.module)
+    bridge.close()
+
+
+def test_a_request_with_images_continues_under_a_version_with_another_tower(rig: Seeing):
+    bridge, old = rig.bridge("broadcast"), rig.version + 1
+    rig.publish(bridge, rig.module)
+    ids, how = rig.prompt([5], rig.image(48, 32), [7], rig.image(32, 64, seed=1))
+    how, other = replace(how, max_tokens=80), changed(rig.module, seed=11)
+
+    async def begun() -> asyncio.Task[Completion]:
+        told: list[int] = []
+        asking = asyncio.ensure_future(rig.engine.generate(ids, how, on_token=lambda token, *_: told.append(token)))
+        while len(told) < 5:
+            await asyncio.sleep(0.002)
+        await rig.engine.sleep()
+        return asking
+
+    asking = rig.run(begun())
+    rig.publish(bridge, other)
+    told: Completion = rig.run(asking)
+    before = told.versions.count(old)
+    assert 5 <= before < 80
+    gaps = [(rig.scored(each, ids, how, told.ids) - torch.tensor(told.logprobs)).abs() for each in (rig.module, other)]
+    assert max(gaps[0][:before].max(), gaps[1][before:].max()) < NEAR
+    assert gaps[0][before:].max() > FAR
     rig.publish(bridge, rig.module)
     bridge.close()
 
