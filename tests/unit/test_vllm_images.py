@@ -77,7 +77,7 @@ def test_an_image_without_its_place_in_the_prompt_is_refused(image: PlacedImage)
 
 
 def test_a_model_that_sees_gets_pixels_as_they_are_or_its_vllm_is_refused(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
     options = VllmOptions(str(tmp_path), "python")
     arguments = options.arguments(tmp_path / "socket", "0.32.0")
     assert "--no-mm-device-do-normalize" in arguments

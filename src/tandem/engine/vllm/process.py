@@ -88,9 +88,9 @@ class VllmOptions:
 
     @cached_property
     def sees(self) -> bool:
-        """Whether the model takes images, as its config.json says."""
+        """Whether the model takes images, and is of a family whose images are known."""
         try:
-            return "vision_config" in decoded((Path(self.model) / "config.json").read_bytes())
+            return decoded((Path(self.model) / "config.json").read_bytes()).get("model_type") == "qwen3_vl"
         except OSError:
             return False
 
