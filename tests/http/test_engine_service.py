@@ -73,6 +73,8 @@ GARBAGE: list[Any] = [
         {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 10**20}, {"max_tokens": CONTEXT}, {"temperature": -1},
         {"temperature": 10**400}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"stop": "x"}, {"stop": [""]},
         {"stop": ["x"] * 100}, {"stop_ids": [-1]}, {"stop_ids": [9999]}, {"seed": 2**70}, {"seed": "1"}, {"odd": 1},
+        {"images": [{"digest": "../../etc/passwd", "offset": 0, "grid": [1, 2, 2], "length": 1}]},
+        {"images": [{"digest": "ab" * 32, "offset": 0, "grid": [1, 2, 2], "length": 1}]},  # this engine sees none
     )),
     *({"prompt_ids": [1], "sampling": {"max_tokens": 4}} | more for more in (
         {"sampling": []}, {"session": 5}, {"session": "x" * 300}, {"boot_id": "b" * 200}, {"odd": 1},

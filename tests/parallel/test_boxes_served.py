@@ -29,7 +29,7 @@ def second_worker() -> tuple[TensorLayout, dict[str, torch.Tensor]]:
         TensorPiece("o", "o", memory["o"], 0, 3, (4, 6)),
         TensorPiece("norm", "norm", memory["norm"], 0, 0, (4,)),
     ]
-    return TensorLayout({piece.name: [piece] for piece in pieces}, {}, None, {}), memory
+    return TensorLayout({piece.name: [piece] for piece in pieces}, {}, (), {}), memory
 
 
 def arrived() -> Iterator[Part]:

@@ -137,7 +137,7 @@ def half(rank: int) -> TensorLayout:
         "o": piece("o", "o", o, 0, 2 * rank, (4, 4)),
         "norm": piece("norm", "norm", norm, 0, 0, (4,)),
     }
-    return TensorLayout(pieces, {}, None, {})
+    return TensorLayout(pieces, {}, (), {})
 
 
 def test_what_vllms_workers_tell_is_shown_where_it_fuses_and_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ from tandem.ops import digest
 from tandem.ops.batched_launches import Copying
 from tandem.ops.digest import fingerprints
 from tandem.types import Weights
+from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.lora_slots import SCHEME, LoraSlots
 from tandem.vllm_worker.served_memory import TensorLayout, TensorPiece
 from tandem.vllm_worker.worker import EngineWorker
@@ -55,7 +56,9 @@ class Engine:
             remove_adapter=self._remove,
         )
         piece = TensorPiece("layer.q.weight", "layer.q.weight", torch.zeros(held, COLS), 0, 0, (ROWS, COLS))
-        self.slots = LoraSlots(self.manager, TensorLayout({"layer.q.weight": [piece]}, {}, None, {}), {})
+        self.slots = LoraSlots(
+            self.manager, TensorLayout({"layer.q.weight": [piece]}, {}, (), {}), {}, CheckpointNames(None)
+        )
         self.slots.reuses_tensors = True
         self.source = Source()
         self.worker: Any = object.__new__(EngineWorker)

@@ -31,7 +31,10 @@ NEAR, FAR = 0.001, 0.05  # float32
 class Rig:
     """A server and an event loop to talk to it from."""
 
-    def __init__(self, path: Path, module: Any, tensor_parallel: int = 1) -> None:
+    def __init__(
+        self, path: Path, module: Any, tensor_parallel: int = 1, images: Any = None, num_ids: int = 200
+    ) -> None:
+        """`images`: of a model that sees."""
         self.path, self.module, self.version = path, module, 0
         self.loop = asyncio.new_event_loop()
         options = VllmOptions(
@@ -46,12 +49,12 @@ class Rig:
             adapter_slots=2,
             max_rank=8,
             sleeps=True,
-            extra=["--skip-tokenizer-init"],
+            extra=[] if images is not None else ["--skip-tokenizer-init"],
             environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
         )
         process = VllmProcess(options, path)
         process.wait_ready(300)
-        self.engine = VllmEngine(process, end_ids=frozenset(), num_ids=200)
+        self.engine = VllmEngine(process, end_ids=frozenset(), num_ids=num_ids, images=images)
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)

@@ -165,6 +165,8 @@ def _command_of(
         readable=_readable(spec, home),
     )
     more = [*(["--unchecked"] if unchecked and isinstance(engine, VllmEngineSpec) else []), *adapter_options(spec)]
+    if isinstance(engine, VllmEngineSpec):
+        more += ["--images", str(home.parents[1] / "images")]  # of the run; a model of text makes nothing of it
     return lambda *which: [*command(*which), *more]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
     from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.engine.vllm.process import VllmOptions, VllmProcess
+    from tandem.protocols import ImageSource
     from tandem.text.renderer import Renderer
 
 
@@ -146,11 +147,13 @@ def vllm_alone(
     *,
     version: int,
     thinking: bool,
+    images: Path | None = None,
     waiting: VllmProcess | None = None,
     under_way: Callable[[VllmProcess], None] = lambda process: None,
 ) -> Alone:
-    """Start vLLM and return its engine once it is ready. `waiting`: a process of `vllm_ahead`. `under_way` is called
-    with the process before it is ready, so that the caller can end it."""
+    """Start vLLM and return its engine once it is ready. `images`: a directory of them, for a model that sees.
+    `waiting`: a process of `vllm_ahead`. `under_way` is called with the process before it is ready, so that the caller
+    can end it."""
     from tandem.engine.vllm.process import VllmProcess
 
     path = model_directory(path, "model")
@@ -167,13 +170,26 @@ def vllm_alone(
         from tandem.text.tokenizer import load_tokenizer
 
         renderer = Renderer(load_tokenizer(path), thinking=thinking)
+        source = _images(path, images) if images is not None and options.sees else None
     except BaseException:
         process.kill()
         raise
     process.wait_ready(spec.start_deadline_s)
     num_ids = len(renderer.tokenizer)
-    engine = VllmEngine(process, end_ids=renderer.end_ids, num_ids=num_ids, on_update=spec.on_update, version=version)
+    engine = VllmEngine(
+        process, end_ids=renderer.end_ids, num_ids=num_ids, on_update=spec.on_update, version=version, images=source
+    )
     return Alone(engine, renderer, context, num_ids)
+
+
+def _images(path: str, directory: Path) -> ImageSource:
+    """Return what a model that sees makes of the images in a directory."""
+    from tandem.io.image_store import ImageStore
+    from tandem.text.model_images import ModelImages
+
+    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    merge, pad_id = config["vision_config"]["spatial_merge_size"], config["image_token_id"]
+    return ModelImages(Path(path), ImageStore(directory), merge=merge, pad_id=pad_id)
 
 
 def _model_context(path: str) -> int:

@@ -53,6 +53,9 @@ def engine_serve(
     allow_dir: Annotated[
         list[Path] | None, typer.Option(help="Directory, with its subdirectories, to read weights from. Repeatable.")
     ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="With vllm: the directory of a run's images, for a model that sees.")
+    ] = None,
 ) -> None:
     """Serve an engine whose weights a trainer in another process updates. Clients use /v1, as with `serve`."""
     from tandem.recipes.serve import default_data_dir, serve_engine
@@ -72,6 +75,7 @@ def engine_serve(
         unchecked=unchecked,
         allow_hosts=allow_host or (),
         allow_directories=allow_dir or (),
+        images=images,
     )
 
 

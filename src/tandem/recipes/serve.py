@@ -143,6 +143,7 @@ def serve_engine(
     unchecked: bool = False,
     allow_hosts: Sequence[str] = (),
     allow_directories: Sequence[str | Path] = (),
+    images: Path | None = None,
 ) -> None:
     """Serve an engine for a trainer in another process, until SIGTERM or Ctrl-C.
 
@@ -151,7 +152,8 @@ def serve_engine(
     vLLM version that has not passed the conformance suite. StoreOwned if another process holds the data directory.
 
     With a `source` of "@FILE" the process starts ahead of time: it imports everything, and loads nothing until FILE
-    exists, which holds {"model": DIRECTORY, "version": N}.
+    exists, which holds {"model": DIRECTORY, "version": N}. `images`: with vLLM, where a run keeps the images that
+    requests name.
     """
     from tandem.serve.engine.link_rules import Allowed
     from tandem.serve.engine.service import engine_service
@@ -181,8 +183,9 @@ def serve_engine(
         if isinstance(spec, VllmEngineSpec):
             assert options is not None
             standalone = standalone_engines.vllm_alone(
-                spec, path, listen.data_dir, options, version=version, thinking=thinking, waiting=waiting
-            )
+                spec, path, listen.data_dir, options, version=version, thinking=thinking, images=images,
+                waiting=waiting,
+            )  # fmt: skip
         else:
             standalone = standalone_engines.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
             _publish(standalone.model, standalone.engine, version)

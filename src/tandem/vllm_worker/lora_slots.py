@@ -22,6 +22,7 @@ from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.batched_launches import Copying, same
 from tandem.types import Fingerprints
+from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.served_memory import PieceDigest, TensorLayout, TensorPiece
 
 SCHEME = "tandem:"
@@ -64,14 +65,17 @@ class _StagedAdapter:
 
 
 class LoraSlots:
-    def __init__(self, manager: Any, layout: TensorLayout, fused: Mapping[str, list[str]]) -> None:
+    def __init__(
+        self, manager: Any, layout: TensorLayout, fused: Mapping[str, list[str]], names: CheckpointNames
+    ) -> None:
         """`manager`: vLLM's LoRA manager of this worker."""
         config = manager.lora_config
         if config.fully_sharded_loras:
             raise SyncError("adapters: --fully-sharded-loras is on; start vLLM without it")
         self._manager = manager
         self._slots, self._max_rank, self._dtype = config.max_loras, config.max_lora_rank, config.lora_dtype
-        self._slices = _slices(manager._adapter_manager.modules, layout, fused)
+        self._names = names
+        self._slices = _slices(manager._adapter_manager.modules, layout, fused, names)
         self._staged: dict[str, _StagedAdapter] = {}
         self.reuses_tensors = False
         """Each adapter arrives in the same tensors, so the checks and copies of them are kept."""
@@ -246,7 +250,7 @@ class LoraSlots:
         device = str(next(iter(staged.tensors.values())).device)
         model = LoRAModel.from_lora_tensors(
             request.lora_int_id,
-            dict(staged.tensors),
+            {_PREFIX + self._names.served(name.removeprefix(_PREFIX)): each for name, each in staged.tensors.items()},
             PEFTHelper(r=staged.rank, lora_alpha=staged.rank, target_modules=modules),
             device=device,
             dtype=self._dtype,
@@ -267,14 +271,16 @@ class LoraSlots:
         return self._manager._adapter_manager.lora_index_to_id
 
 
-def _slices(modules: Mapping[str, Any], layout: TensorLayout, fused: Mapping[str, list[str]]) -> dict[str, _Slice]:
+def _slices(
+    modules: Mapping[str, Any], layout: TensorLayout, fused: Mapping[str, list[str]], names: CheckpointNames
+) -> dict[str, _Slice]:
     """Return the slices by the checkpoint's name of the linear layer."""
     slices: dict[str, _Slice] = {}
     for path, layer in modules.items():
         if not isinstance(getattr(layer, "lora_a_stacked", None), tuple):
             continue  # skip embeddings and the head: a model may share their weights
         prefix, _, last = path.rpartition(".")
-        owners = [f"{prefix}.{name}" for name in fused.get(last, [last])]
+        owners = [names.original(f"{prefix}.{name}") for name in fused.get(last, [last])]
         if len(owners) != len(layer.lora_a_stacked):
             continue
         for index, owner in enumerate(owners):

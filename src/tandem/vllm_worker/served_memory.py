@@ -4,8 +4,9 @@ vLLM fuses (q, k, v; gate, up), pads (the vocabulary), shards (tensor parallel) 
 from its layer classes. An unknown class is refused, because a wrong guess would serve wrong weights. Every element of
 every parameter and buffer must be accounted for, or the model is refused.
 
-The table of rotary embeddings is derived, so it is recomputed and compared. vLLM keeps cosines and sines by position, a
-trainer the frequencies that they come from. A version brings the trainer's frequencies; they must be this engine's own.
+The tables of rotary embeddings are derived, so they are recomputed and compared. vLLM keeps cosines and sines by
+position, a trainer the frequencies that they come from. A version brings the trainer's frequencies; they must be this
+engine's own. A model that sees has two such tables: of its text, and of its vision tower.
 
 Rows are the first dimension, columns all others together; a vector is one column. P positions, F frequencies.
 
@@ -28,12 +29,12 @@ from tandem.ops import digest
 from tandem.ops.batched_launches import copy_all
 from tandem.ops.parts import rows_and_cols
 from tandem.types import Part
+from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.unpacked_cpu_weights import plain_linear
 
 _WRAPPED = ".base_layer"
 _NORMS = ("RMSNorm", "GemmaRMSNorm", "LayerNorm")
 _SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
-ROTARY_NAMES = ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
 _NEAR = 1e-6  # relative; two builds of one formula differ in the last bit, two settings of it by far more
 
 
@@ -63,13 +64,17 @@ class TensorPiece:
 
 
 class Rotary:
-    """The rotary table of a model, checked against its frequencies."""
+    """A rotary table of a model, checked against its frequencies."""
 
-    CLASSES: ClassVar = ("RotaryEmbedding", "Llama3RotaryEmbedding")
+    CLASSES: ClassVar = ("RotaryEmbedding", "Llama3RotaryEmbedding", "MRotaryEmbedding")
     """Classes whose table is the cosine and sine of position times frequency, and nothing else."""
 
-    def __init__(self, path: str, layer: Any) -> None:
+    def __init__(self, path: str, layer: Any, name: str) -> None:
+        """`name`: the trainer's, of the module that has the frequencies."""
         self._path, self._layer = path, layer
+        self.names = (f"{name}.inv_freq", f"{name}.original_inv_freq")
+        if type(layer).__name__ == "MRotaryEmbedding" and layer.scaling_factor is not None:
+            raise SyncError(f"rotary: '{path}' scales its positions (YaRN) in three axes, in a way not known")
         with torch.device("cpu"):  # where a trainer computes its frequencies
             self.inv_freq: Tensor = layer._compute_inv_freq(layer.base).float()
         self._compare()
@@ -125,7 +130,7 @@ class TensorLayout:
     pieces: Mapping[str, list[TensorPiece]]
     aliases: Mapping[str, str]
     """Other names of the same memory (tied weights): they are neither sent nor written."""
-    rotary: Rotary | None
+    rotary: Sequence[Rotary]
     scales: Mapping[str, Tensor]
     """Of quantised attention. Here it is not quantised: each is 1."""
 
@@ -147,18 +152,19 @@ class TensorLayout:
 
     def tables(self) -> dict[str, Tensor]:
         """Return the tensors that the engine computes itself, under the trainer's names."""
-        return {} if self.rotary is None else dict.fromkeys(ROTARY_NAMES, self.rotary.inv_freq)
+        return {name: rotary.inv_freq for rotary in self.rotary for name in rotary.names}
 
     def derived(self) -> list[tuple[str, Tensor, Callable[[], int]]]:
         """Return the tensors that are never sent: name, memory, and a function that gives the digest it must have."""
         found = [(name, scale, partial(_digest_of_ones, name, scale.shape)) for name, scale in self.scales.items()]
-        return [*found, *([] if self.rotary is None else [self.rotary.table()])]
+        return [*found, *(rotary.table() for rotary in self.rotary)]
 
 
 @dataclass
 class _LayoutWalk:
     """What the walk over the modules has found so far."""
 
+    names: CheckpointNames
     pieces: dict[str, list[TensorPiece]] = field(default_factory=dict[str, list[TensorPiece]])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     scales: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -168,15 +174,15 @@ class _LayoutWalk:
     alias_paths: set[str] = field(default_factory=set[str])
     held: dict[str, int] = field(default_factory=dict[str, int])
     """How many elements of a parameter are accounted for."""
-    rotary: Rotary | None = None
+    rotary: dict[str, Rotary] = field(default_factory=dict[str, Rotary])
+    """By the trainer's name."""
     rotary_paths: set[str] = field(default_factory=set[str])
 
 
 def layout_of(model: Any) -> TensorLayout:
     """Return the layout of `model`. SyncError, with its name, for any part that is unknown."""
-    _refuse_renamed(model)
     fused = {key: list(names) for key, names in (getattr(model, "packed_modules_mapping", None) or {}).items()}
-    found, readers = _LayoutWalk(), _readers()
+    found, readers = _LayoutWalk(CheckpointNames(model)), _readers()
     for path, module in model.named_modules(remove_duplicate=False):
         own = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
         reader = readers.get(type(module).__name__)
@@ -186,7 +192,7 @@ def layout_of(model: Any) -> TensorLayout:
         reader(found, path, module, fused)
     _check_whole(model, found)
     _check_scales(found)
-    return TensorLayout(found.pieces, found.aliases, found.rotary, found.scales)
+    return TensorLayout(found.pieces, found.aliases, list(found.rotary.values()), found.scales)
 
 
 # --- one reader a class
@@ -202,7 +208,8 @@ def _readers() -> dict[str, Callable[[_LayoutWalk, str, Any, Mapping[str, list[s
         "VocabParallelEmbedding": _vocabulary,
         "ParallelLMHead": _vocabulary,
         "Attention": _attention,
-        **dict.fromkeys(_NORMS, _norm),
+        "MMEncoderAttention": _tower_attention,
+        **dict.fromkeys((*_NORMS, "Conv3dLayer", "Embedding"), _as_it_is),
         **dict.fromkeys(Rotary.CLASSES, _rotary),
     }
 
@@ -304,7 +311,7 @@ def _vocabulary(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, l
             _add(found, f"{name}.{kind}", f"{path}.{kind}", param, view, indices.org_vocab_start_index, 0, shape)
 
 
-def _norm(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+def _as_it_is(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     for kind in ("weight", "bias"):
         param = getattr(layer, kind, None)
         if isinstance(param, torch.nn.Parameter):
@@ -315,10 +322,17 @@ def _attention(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, li
     found.scales |= {f"{path}.{name}": buffer for name, buffer in layer.named_buffers(recurse=False)}
 
 
+def _tower_attention(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    if layer.fp8_enabled:
+        raise SyncError(f"layout: '{path}' is quantised attention (fp8); start vLLM without --mm-encoder-attn-dtype")
+
+
 def _rotary(found: _LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
-    if found.rotary is None:
-        found.rotary = Rotary(path, layer)
-    elif not found.rotary.is_of(layer):
+    before, of_layer, _ = found.names.original(path).partition(".layers.")  # a trainer has one for all layers
+    name = f"{before}.rotary_emb" if of_layer else before
+    if name not in found.rotary:
+        found.rotary[name] = Rotary(path, layer, name)
+    elif not found.rotary[name].is_of(layer):
         raise SyncError(f"layout: '{path}' is a second rotary embedding; only one for all layers is known")
     found.rotary_paths |= {f"{path}.{name}" for name, _ in layer.named_buffers(recurse=False)}
 
@@ -337,6 +351,7 @@ def _add(
     col_start: int,
     shape: tuple[int, ...],
 ) -> None:
+    name = found.names.original(name)
     first_path, first_name = found.owners.setdefault(id(param), (path, name))
     if path != first_path:
         found.aliases[name] = first_name
@@ -373,21 +388,11 @@ def _refuse_unknown(path: str, module: Any, own: list[tuple[str, Tensor]]) -> No
         raise SyncError(f"layout: '{path}' ({type(module).__name__}) derives weights of its own, in a way not known")
 
 
-def _refuse_renamed(model: Any) -> None:
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    for kind in ("renaming", "regex", "substr", "prefix", "suffix"):
-        if getattr(mapper, f"orig_to_new_{kind}", None):
-            raise SyncError(
-                f"layout: {type(model).__name__} names its weights otherwise than its checkpoint does (by {kind}); "
-                "such models are not known"
-            )
-
-
 def _check_whole(model: Any, found: _LayoutWalk) -> None:
     for path, param in model.named_parameters(remove_duplicate=False):
         if path not in found.alias_paths and found.held.get(path, 0) != param.numel():
             raise SyncError(f"layout: of '{path}' {found.held.get(path, 0)} of {param.numel()} elements are known")
-    rotary = set() if found.rotary is None else {id(buffer) for buffer in found.rotary.buffers()}
+    rotary = {id(buffer) for each in found.rotary.values() for buffer in each.buffers()}
     for path, buffer in model.named_buffers(remove_duplicate=False):
         scale = path in found.scales and path.rpartition(".")[2] in _SCALES
         if not scale and path not in found.rotary_paths and id(buffer) not in rotary:
@@ -427,9 +432,9 @@ def check(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> None:
                 f"apply: '{name}' arrived as {tensor.dtype} {list(tensor.shape)} and is served as {dtype} {shape}; "
                 "nothing was written"
             )
-    for name in layout.tables():
-        assert layout.rotary is not None
-        layout.rotary.check_received(name, arrived[name])
+    for rotary in layout.rotary:
+        for name in rotary.names:
+            rotary.check_received(name, arrived[name])
 
 
 Moves = list[tuple[Tensor, Tensor]]
@@ -461,18 +466,18 @@ def moves_of_parts(layout: TensorLayout, arrived: Sequence[Part]) -> Moves:
         raise SyncError(
             f"apply: '{name}', rows and columns {box}, {side} ({len(odd)} boxes differ); nothing was written"
         )
-    for name in layout.tables():
-        assert layout.rotary is not None
-        layout.rotary.check_received(name, next(part.tensor for part in arrived if part.name == name))
+    for rotary in layout.rotary:
+        for name in rotary.names:
+            rotary.check_received(name, next(part.tensor for part in arrived if part.name == name))
     return [(piece.view, found[piece.name, *piece.box].view(piece.view.shape)) for piece in layout]
 
 
 @torch.no_grad()
 def write(layout: TensorLayout, arrived: Mapping[str, Tensor], moves: Moves) -> None:
     copy_all(moves)
-    for name in layout.tables():
-        assert layout.rotary is not None
-        layout.rotary.adopt(arrived[name])
+    for rotary in layout.rotary:
+        for name in rotary.names:
+            rotary.adopt(arrived[name])
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the next forward pass may be on another stream
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.engine.http.server_sent_events import server_sent
+from tandem.engine.vllm.image_features import ImageFeatures
 from tandem.engine.vllm.named_adapters import NamedAdapters
 from tandem.engine.vllm.process import VllmProcess
 from tandem.engine.vllm.token_reader import TokenReader
@@ -26,7 +27,7 @@ from tandem.errors import EngineError, SamplingRefused, SyncError
 from tandem.io.engine_messages import decoded
 from tandem.ops.option_report import requested
 from tandem.ops.vllm_token_protocol import MARK, URGENT
-from tandem.protocols import OnToken, WeightSource
+from tandem.protocols import ImageSource, OnToken, WeightSource
 from tandem.spec.bridges import traits_of
 from tandem.types import Completion, Fingerprints, FinishReason, OnUpdate, Sampling, Served, Shape, Span
 
@@ -48,13 +49,15 @@ class VllmEngine:
         num_ids: int,
         on_update: Literal["auto", OnUpdate] = "auto",
         version: int = -1,
+        images: ImageSource | None = None,
     ) -> None:
         """`num_ids`: size of the vocabulary. `on_update`: what happens to requests in flight when a version arrives;
-        auto: `continue` if that is possible, otherwise `finish`."""
+        auto: `continue` if that is possible, otherwise `finish`. `images`: of the run, if its model sees."""
         exchange = WeightUpdate(process, "continue" if on_update == "auto" else on_update, version)
         self._process, self._exchange, self._on_update = process, exchange, on_update
         self._named = NamedAdapters(exchange, process.options.adapter_slots)
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
+        self._images = None if images is None else ImageFeatures(images, process.options.dtype)
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: TokenReader | None = None
         """Reads the tokens that the workers record; None if they cannot, and `_why_streamed` says why."""
@@ -76,21 +79,28 @@ class VllmEngine:
             raise SamplingRefused(why)
         await self._prepare()
         # Only vLLM's server knows when a stop string ends a completion, so such requests are streamed.
-        streamed = sampling.extras or (sampling.stop and on_token is not None)
+        streamed = sampling.shape.engaged or (sampling.stop and on_token is not None)
         sampled = None if streamed else self._sampled
+        more: dict[str, Any] = {}
+        if sampling.images:
+            assert self._images is not None  # or why_not() says so
+            features = await asyncio.to_thread(self._images.of, prompt_ids, sampling.images)
+            more = {"features": features, "return_token_ids": True}
         while True:
             named = partial(self._named.model, adapter) if adapter else None
             async with self._exchange.admitted(may_be_held=sampled is not None, model=named) as model:
                 if sampled is None:
-                    completion = await self._sample_streaming(model, prompt_ids, sampling, on_token)
+                    completion = await self._sample_streaming(model, prompt_ids, sampling, on_token, more)
                 else:
-                    completion = await self._sample_whole(sampled, model, prompt_ids, sampling, on_token)
+                    completion = await self._sample_whole(sampled, model, prompt_ids, sampling, on_token, more)
             if completion is not None:  # otherwise an update aborted the request, and it is repeated
                 return completion
 
     def why_not(self, sampling: Sampling) -> str:
         """Return why it cannot sample so; empty if it can. vLLM itself refuses a schema that it cannot follow."""
         grammar = sampling.shape.grammar
+        if sampling.images and self._images is None:
+            return "images: this vLLM was started without the images of a run, or for a model that does not see"
         if sampling.top_logprobs:
             return "top_logprobs: tokens of vLLM come with the logprob of the sampled one alone"
         if grammar is not None and not grammar.json_schema:
@@ -118,8 +128,9 @@ class VllmEngine:
             self._prepared = True
 
     async def _sample_whole(
-        self, sampled: TokenReader, model: str, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
-    ) -> Completion | None:
+        self, sampled: TokenReader, model: str, prompt_ids: Sequence[int], sampling: Sampling,
+        on_token: OnToken | None, more: Mapping[str, Any],
+    ) -> Completion | None:  # fmt: skip
         version, of_base = self.version, model == BASE  # the workers count versions of the base
 
         def tell(token_id: int, logprob: float, served: int) -> None:
@@ -128,7 +139,7 @@ class VllmEngine:
 
         end_ids = {*self._end_ids, *sampling.stop_ids}
         with sampled.request(sampling.max_tokens, end_ids, tell if on_token else None) as request:
-            body = self._request(model, prompt_ids, sampling, version)
+            body = {**self._request(model, prompt_ids, sampling, version), **more}
             body["stream"] = False
             del body["sampling_params"]["logprobs"]
             body["sampling_params"]["output_kind"] = _AT_THE_END
@@ -141,13 +152,14 @@ class VllmEngine:
             return Completion(ids, logprobs, request.spans if of_base else [Span(version, len(ids))], finish)
 
     async def _sample_streaming(
-        self, model: str, prompt_ids: Sequence[int], sampling: Sampling, on_token: OnToken | None
-    ) -> Completion | None:
+        self, model: str, prompt_ids: Sequence[int], sampling: Sampling,
+        on_token: OnToken | None, more: Mapping[str, Any],
+    ) -> Completion | None:  # fmt: skip
         version = self.version
         ids: list[int] = []
         logprobs: list[float] = []
         reason = ""
-        async for choice in self._choices(self._request(model, prompt_ids, sampling, version)):
+        async for choice in self._choices({**self._request(model, prompt_ids, sampling, version), **more}):
             new = choice["token_ids"]
             content = (choice.get("logprobs") or {}).get("content") or []
             if len(content) != len(new):
@@ -196,7 +208,9 @@ class VllmEngine:
                 text = (await answer.whole()).text
                 raise EngineError(f"engine: vLLM refuses a request with {answer.status}: {text[:500]}")
             if not request["stream"]:
-                for choice in decoded((await answer.whole()).content)["choices"]:
+                told = decoded((await answer.whole()).content)
+                _check_prompt(request, told)
+                for choice in told["choices"]:
                     yield choice
                 return
             async for data in server_sent(answer.pieces(), "engine: vLLM"):
@@ -205,6 +219,7 @@ class VllmEngine:
                 told = decoded(data)
                 if "error" in told:
                     raise EngineError(f"engine: vLLM ended a request: {told['error']}")
+                _check_prompt(request, told)
                 for choice in told["choices"]:
                     yield choice
 
@@ -323,6 +338,12 @@ def _shape(shape: Shape) -> dict[str, Any]:
     bias = {"logit_bias": dict(shape.logit_bias)} if shape.logit_bias else {}
     form = {"structured_outputs": {"json": shape.grammar.json_schema}} if shape.grammar is not None else {}
     return {**named, **bias, **form}
+
+
+def _check_prompt(request: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    """Raise EngineError if vLLM tells of another prompt than the one with images that it was given."""
+    if told.get("prompt_token_ids") not in (None, request["token_ids"]):
+        raise EngineError("engine: vLLM changed the tokens of a prompt with images")
 
 
 def _finish(reason: str, num_ids: int) -> FinishReason:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ import httpx
 
 from tandem.engine.http.client import Broken, HttpClient, IncomingBody, Silent
 from tandem.engine.vllm.compile_cache import ModelLink, package_path
-from tandem.engine.vllm.tested_versions import is_since, refuse_unknown_version, version_of
+from tandem.engine.vllm.tested_versions import has_package, is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost, SyncTimeout
 from tandem.io import prestart
 from tandem.io.child_process import Child
@@ -85,6 +86,14 @@ class VllmOptions:
         """Return why it cannot free memory; empty if it can."""
         return "vLLM's CPU build has no sleep mode: it only pauses" if self.device == "cpu" else ""
 
+    @cached_property
+    def sees(self) -> bool:
+        """Whether the model takes images, and is of a family whose images are known."""
+        try:
+            return decoded((Path(self.model) / "config.json").read_bytes()).get("model_type") == "qwen3_vl"
+        except OSError:
+            return False
+
     def arguments(self, socket: Path, version: str) -> list[str]:
         given = [
             *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
@@ -106,6 +115,14 @@ class VllmOptions:
             given += ["--additional-config", _COMPILED] if self.device != "cpu" else []
         if is_since(version, 0, 32):  # token ids in and out must be enabled
             given += ["--enable-scale-out"]
+        if self.sees:
+            if not is_since(version, 0, 32):
+                raise EngineError(
+                    f"engine: vLLM {version} was not tested with a model that sees, and may have no "
+                    "--mm-device-do-normalize; `tandem engine install vllm --version 0.32.0` installs one that was"
+                )
+            # Pixels come normalised, as the trainer sees them. Videos are not known here.
+            given += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
         if self.device != "cpu":
             given += ["--gpu-memory-utilization", str(self.memory_share)]
         else:  # otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot
@@ -144,6 +161,11 @@ class VllmProcess:
         prestart.tell(self._told, self._program())
 
     def _program(self) -> list[str]:
+        if self.options.sees and not has_package(self.options.python, "torchvision"):
+            raise EngineError(
+                f"engine: vLLM needs torchvision for a model that sees, and {self.options.python} has none; install "
+                "there the one built for its torch (on a CPU: for the CPU)"
+            )
         self._name = ModelLink(self.options.model)
         return [_SERVER, *replace(self.options, model=self._name.path).arguments(self.socket, self._version)]
 

@@ -46,6 +46,12 @@ def version_of(python: str) -> str:
     return asked.stdout.strip()
 
 
+def has_package(python: str, name: str) -> bool:
+    """Return whether an interpreter finds a package, without importing it."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{name}') is None)"
+    return subprocess.run([python, "-c", code], timeout=60, check=False).returncode == 0
+
+
 def passed_here(python: str) -> list[str]:
     """Return the versions that `tandem engine check` recorded beside this interpreter."""
     path = _record(python)

@@ -191,6 +191,8 @@ class WeightUpdate:
     async def _forget_cached(self) -> None:
         """Drop cached keys and values of older versions; that also frees their memory at once."""
         await self._process.post("/reset_prefix_cache", deadline_s=CONTROL_S)
+        if self._process.options.sees:  # features of images, of the older vision tower
+            await self._process.post("/reset_encoder_cache", deadline_s=CONTROL_S)
 
     async def _proven(self, version: int) -> dict[str, str]:
         """Return the digests that were read back, after requests have gone on."""

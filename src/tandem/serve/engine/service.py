@@ -32,7 +32,7 @@ from tandem.serve.http.service import HotRoute, Service, unless_gone
 from tandem.serve.openai.requests import parse
 from tandem.serve.openai.routes import ChatRenderer
 from tandem.serve.openai.service import openai_service
-from tandem.types import Completion, Sampling
+from tandem.types import Completion, PlacedImage, Sampling
 
 _LINES_PER_S = 500  # of all streams together; a line costs sender and receiver a third of a millisecond
 _MIN_FLUSH_S, _MAX_FLUSH_S = 0.02, 2.0
@@ -77,6 +77,14 @@ Lease = Annotated[float, Field(gt=0, le=_MAX_LEASE_S)]
 Version = Annotated[int, Field(ge=0, lt=2**53)]
 
 
+class ImageBody(_EngineBody):
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the image's file, in the directory that the engine was started with (`--images`)."""
+    offset: int = Field(ge=0, lt=2**31)
+    grid: Annotated[list[Annotated[int, Field(ge=1, lt=2**16)]], Field(min_length=3, max_length=3)]
+    length: int = Field(ge=1, lt=2**31)
+
+
 class SamplingBody(_EngineBody):
     max_tokens: int = Field(default=256, ge=1, lt=2**31)
     temperature: float = Field(default=1.0, ge=0, le=1000)
@@ -87,10 +95,16 @@ class SamplingBody(_EngineBody):
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)
     urgent: bool = False
     share: str = Field(default="", max_length=256)
+    images: list[ImageBody] = Field(default=[], max_length=1024)
+    """Those of the prompt, in their order."""
 
     def sampling(self) -> Sampling:
         values = self.model_dump()
-        return Sampling(**values | {"stop": tuple(self.stop), "stop_ids": tuple(self.stop_ids)})
+        images = tuple(
+            PlacedImage(image.digest, image.offset, (image.grid[0], image.grid[1], image.grid[2]), image.length)
+            for image in self.images
+        )
+        return Sampling(**values | {"stop": tuple(self.stop), "stop_ids": tuple(self.stop_ids), "images": images})
 
 
 class GenerateBody(_EngineBody):
@@ -211,6 +225,8 @@ class _EngineApi:
             raise RequestRefused(422, "an empty prompt; send at least one token", field="prompt_ids")
         if (largest := max(*prompt_ids, *sampling.stop_ids, 0)) >= self.num_ids:
             raise RequestRefused(422, f"id {largest} does not exist; ids end at {self.num_ids - 1}", field="prompt_ids")
+        if sampling.images and (why := self.control.why_not(sampling)):
+            raise RequestRefused(422, why, field="sampling.images")
         if len(prompt_ids) + sampling.max_tokens > self.context:
             raise RequestRefused(
                 422,
