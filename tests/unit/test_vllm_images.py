@@ -89,23 +89,13 @@ def test_a_model_that_sees_gets_pixels_as_they_are_or_its_vllm_is_refused(tmp_pa
     assert not [each for each in arguments if "mm" in each]
 
 
-def test_an_engine_without_images_refuses_them_and_one_that_has_them_sends_them_whole():
+def test_an_engine_without_images_refuses_them():
     process: Any = SimpleNamespace(options=VllmOptions("model", "python"))
     sampling = Sampling(max_tokens=1, images=(placed("a", 0),))
     blind = VllmEngine(process, end_ids=frozenset(), num_ids=0)
     assert blind.why_not(Sampling(max_tokens=1)) == ""
     with pytest.raises(SamplingRefused, match=r"^images: this vLLM was started without"):
         asyncio.run(blind.generate([PAD, PAD], sampling))
-    engine: Any = VllmEngine(process, end_ids=frozenset(), num_ids=0, images=Images())
-    engine._prepared, engine._sampled, seen = True, SimpleNamespace(), list[Any]()
-
-    async def whole(*given: Any) -> str:
-        seen.append(given[-1])
-        return "answer"
-
-    engine._sample_whole = whole
-    assert asyncio.run(engine.generate([PAD, PAD], sampling)) == "answer"
-    assert set(seen[0]) == {"features", "return_token_ids"}
 
 
 def test_images_go_to_an_engine_s_own_process_by_digest_and_place():
