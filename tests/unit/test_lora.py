@@ -153,7 +153,7 @@ def test_asking_the_reference_leaves_the_policy_its_memory_and_a_waiting_backwar
     for (name, ours), (_, theirs) in zip(policy.trainable(), twin.trainable(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), name  # type: ignore[arg-type]
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(policy.head, "hidden", fail)
