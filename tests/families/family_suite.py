@@ -467,7 +467,7 @@ family at a tiny size with random weights, on a CPU in float32, as transformers 
 | int8, nf4 | the same with adapters on a base in few bits |
 | export | plain transformers loads what was exported after a step, with the trainer's logprobs |
 | ranks | several ranks can read the model's files by rows |
-| images | trainer, packing, prompt trees, SFT and export hold for rows with images; "text only": the family takes none |
+| images | trainer, packing, prompt trees, SFT and export hold for rows with images; "text only": it takes none |
 
 Layers that read a row from its left (gated delta net, short convolution, Mamba) would mix the sequences of a row. So in
 Qwen3-Next, Qwen3.5, LFM2, Granite 4, Jamba, Falcon-H1 and OLMo hybrid each sequence has a row of its own, beside
