@@ -16,6 +16,7 @@ from engines import ARCHITECTURES, complete, finish, make_engine, of_many_length
 
 from tandem.engine.hf.decode_steps import DecodeSteps
 from tandem.engine.hf.kv_cache import KvCache
+from tandem.engine.hf.row_state import RowState
 from tandem.ops import decode_attention
 from tandem.ops.digest import fingerprints
 from tandem.ops.lm_head import Head
@@ -73,11 +74,13 @@ def test_graphs_sample_what_launches_sample(name: str):
 @pytest.mark.skipif(not ON_GPU, reason="graphs are for GPUs")
 def test_weights_that_move_are_the_ones_that_are_read():
     module = ARCHITECTURES["llama-gqa"]().to(DEVICE)
-    position = torch.tensor([5, 9, 2, 30], device=DEVICE)
+    state = RowState(4, torch.device(DEVICE))
+    state.last_S.copy_(torch.arange(4))
+    state.position_S.copy_(torch.tensor([5, 9, 2, 30]))
     with torch.inference_mode():
         cache = KvCache(2, 2**12)
         cache.reserve(4, 32)
-        steps = DecodeSteps(module, Head(module, 64), cache, torch.arange(4, device=DEVICE), position, layers=2)
+        steps = DecodeSteps(module, Head(module, 64), cache, state, layers=2)
 
         def addresses() -> list[int]:
             return [each.data_ptr() for each in module.parameters()]
