@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 from tandem.env.builtin.reply_parsing import last_number
 from tandem.env.builtin.split import check_params, in_split
@@ -33,6 +34,8 @@ class Count:
     """Images of both splits together; fewer if they repeat."""
     demo_right: float = 0.5
     """Share of demonstrations that are right; the others say one more."""
+    replies_first: ClassVar[bool] = True
+    """Each episode begins with the reply, so workers only score."""
 
     def __post_init__(self) -> None:
         check_params(self, grid=(1, 16), cell=(8, 128), most=(1, self.grid**2), kinds=(1, 8), images=(1, 10**6))
