@@ -1,0 +1,70 @@
+"""Tasks of reasoning-gym for real.py. Tandem plays `RealTask`, an environment; TRL gets its questions and its scores.
+
+The last number of a reply (or the last match of the task's own form) is its answer. The library's rules score it, and
+the reward is 1 for a full score, else 0. The questions are small enough that a model of 135M parameters is right
+sometimes, and so many that one in eight can be held out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import reasoning_gym
+
+from tandem.env.builtin.split import in_split
+from tandem.protocols import Chat
+from tandem.types import Outcome, Task
+
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a data set of the library is configured, and the form of an answer."""
+
+    config: dict[str, Any]
+    answer: str = NUMBER
+
+
+KINDS = {
+    "chain_sum": Kind({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+}
+
+
+@dataclass(frozen=True)
+class RealTask:
+    """One reply to each problem; the reward is 1 if its last answer is right, else 0."""
+
+    kind: str
+    """A name of KINDS, which is the library's own."""
+    problems: int = 5400
+    """Number of problems made; repeated questions are left out."""
+
+    replies_first: ClassVar[bool] = True
+    _entries: dict[str, dict[str, Any]] = field(init=False, repr=False, compare=False)
+    _data: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        data = reasoning_gym.create_dataset(self.kind, size=self.problems, seed=0, **KINDS[self.kind].config)
+        object.__setattr__(self, "_data", data)
+        made = (data[number] for number in range(self.problems))
+        object.__setattr__(self, "_entries", {entry["question"]: entry for entry in made})
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [
+            Task(f"{self.kind}-{number}", ({"role": "user", "content": question},), {"question": question})
+            for number, question in enumerate(self._entries)
+            if in_split(split, question)
+        ]
+
+    def score(self, question: str, reply: str) -> float:
+        found = re.findall(KINDS[self.kind].answer, reply)
+        said = found[-1].replace(",", "") if found else None
+        return float(self._data.score_answer(answer=said, entry=self._entries[question]) >= 1.0)
+
+    async def run(self, task: Task, chat: Chat) -> Outcome:
+        right = self.score(task.payload["question"], (await chat.reply()).text)
+        return Outcome(right, {"correct": right})
