@@ -100,9 +100,10 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
             peers = [row for row in found.get((kind, "trl"), []) if row["seed"] in {each["seed"] for each in rows}]
             ours = [row for row in rows if row["seed"] in {each["seed"] for each in peers}]
             beside = sooner = against = ""
+            wanted = statistics.fmean(of_seeds(peers, -1)) if peers else 0.0
             if peers and way != "trl":
                 against = change(of_seeds(peers, -1), of_seeds(ours, -1))
-                wanted = statistics.fmean(of_seeds(peers, -1))
+            if peers and way != "trl" and wanted > statistics.fmean(of_seeds(peers, 0)):
                 times = [reached(row, wanted, "seconds") for row in ours]
                 came = [each for each in times if each is not None]
                 beside = spread(came, ".0f") if came else "never"

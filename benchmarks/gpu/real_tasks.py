@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import reasoning_gym
-
 from tandem.env.builtin.split import in_split
 from tandem.protocols import Chat
 from tandem.types import Outcome, Task
@@ -48,6 +46,8 @@ class RealTask:
     _data: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        import reasoning_gym
+
         data = reasoning_gym.create_dataset(self.kind, size=self.problems, seed=0, **KINDS[self.kind].config)
         object.__setattr__(self, "_data", data)
         made = (data[number] for number in range(self.problems))
