@@ -171,8 +171,8 @@ def _curve_panel(unit: str, columns: dict[str, dict[str, list[float]]], top: int
     ]
     for share in (0.0, 0.5, 1.0):
         x, y = _LEFT + _WIDE * share, floor - _HIGH * share
-        parts.append(f'<text x="{x:.1f}" y="{floor + 18}" text-anchor="middle">{widest * share:,.4g}</text>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{highest * share:,.3g}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{floor + 18}" text-anchor="middle">{_shown(widest * share)}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_shown(highest * share)}</text>')
     for index, (who, of) in enumerate(columns.items()):
         pairs = zip(of[unit], of[ends[who]], strict=True)
         points = [(_LEFT + _WIDE * x / widest, floor - _HIGH * y / highest) for x, y in pairs]
@@ -184,6 +184,10 @@ def _curve_panel(unit: str, columns: dict[str, dict[str, list[float]]], top: int
         parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 18}" y="{y}">{escape(_cut(who, 28))}</text>')
     return parts
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _plain(cell: str) -> str:
