@@ -10,10 +10,10 @@ it travels in pieces: `split -b 48m FILE FILE.` and `sha256sum FILE.* > SHA256`,
 is written once, in bfloat16, and both sides load that.
 
 Each job (task, way, seed) is a process of its own on one GPU, which real_job.py describes; `--at-once` of them share a
-GPU. Results are lines of $OUT/real.jsonl, written as jobs end. Jobs in it, or in the files and directories after
-`--done`, are not run again, so several calls make one table. A job is not started if the longest of its way so far (or
-`--job-s`) would not end within `--limit-s`. A job that fails before its first step is started once more: vLLM refuses
-to start where another process frees memory of its GPU meanwhile.
+GPU. Results are lines of real.jsonl in $OUT (and in `--scratch`), written as jobs end. Jobs that are there, or in the
+files and directories after `--done`, are not run again, so several calls make one table. A job is not started if it
+would not end within `--limit-s`, by the longest of its kind so far. A job that fails before its first step is started
+once more: vLLM refuses to start where another process frees memory of its GPU meanwhile.
 
 Order: all weights and TRL, a seed after the other, and then LoRA. This Python has Tandem and reasoning-gym;
 `--vllm-python` has vLLM, for the engine; `--trl-python` has TRL, vLLM and reasoning-gym. TRL's own packages must come
@@ -41,9 +41,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from real_job import Asked
-from real_tables import rows_of, told, write_tables
-from real_tasks import KINDS
+from real_tables import RESULTS, rows_of, told, write_tables
+from real_tasks import KINDS, Asked
 
 from real_model import convert, find_gguf
 from tandem.build.standalone_engines import default_python
@@ -51,6 +50,7 @@ from tandem.build.standalone_engines import default_python
 HERE = Path(__file__).parent
 WAYS = ("all", "trl", "lora")
 SETTINGS = ("device", "steps", "every", "groups", "size", "tokens", "questions", "lr", "lora_lr", "rank", "lag")
+POLL_S = 0.3
 STOP_S = 10.0
 """Seconds that a job has to end after SIGTERM, and that are kept of --limit-s."""
 
@@ -88,7 +88,7 @@ def jobs(asked: argparse.Namespace, model: Path) -> list[Asked]:
     given = {name: value for name, value in vars(asked).items() if name in Asked.__dataclass_fields__}
     common = given | {"model": str(model), "scratch": ""}
     return [
-        Asked(**{**common, "kind": kind, "way": way, "seed": seed})
+        Asked(**{**common, "kind": kind, "way": way, "seed": seed, "steps": asked.steps or KINDS[kind].steps})
         for group in ways
         for seed in asked.seeds
         for kind in asked.tasks
@@ -155,7 +155,7 @@ class Jobs:
                     self._start(*fits[0])
                 if not self._running:
                     break
-                time.sleep(0.3)
+                time.sleep(POLL_S)
                 waiting[:0] = [again for each in list(self._running) if (again := self._look(each)) is not None]
         finally:
             for each in self._running:
@@ -164,7 +164,8 @@ class Jobs:
             print(f"{each.name}: not started, it would not end within {self._asked.limit_s:g} s", flush=True)
 
     def _fits(self, job: Asked) -> bool:
-        return time.monotonic() + self._took.get(job.way, self._asked.job_s) <= self._until
+        guess = self._asked.trl_job_s if job.way == "trl" else self._asked.job_s
+        return time.monotonic() + self._took.get(f"{job.way} {job.steps}", guess) <= self._until
 
     def _start(self, job: Asked, attempt: int) -> None:
         gpu = self._free.pop(0)
@@ -191,7 +192,7 @@ class Jobs:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         threads = max(1, (os.cpu_count() or 1) // (2 * self._slots))
-        path = [str(HERE.parents[1] / "src"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(HERE.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "HF_HUB_OFFLINE": "1",
@@ -212,7 +213,8 @@ class Jobs:
             self._compiled(job.asked.way).touch()
         if found.exists():
             row = json.loads(found.read_text()) | {"warm": job.warm, "beside": job.beside, "took_s": job.took_s}
-            self._took[job.asked.way] = max(job.took_s * 1.1, self._took.get(job.asked.way, 0.0))
+            like = f"{job.asked.way} {job.asked.steps}"
+            self._took[like] = max(job.took_s * 1.1, self._took.get(like, 0.0))
             text = told(row)
         else:
             log = (job.place / "log.txt").read_text(errors="replace")
@@ -220,8 +222,9 @@ class Jobs:
             why = "ended: it took too long" if job.stopped else f"exit code {job.process.returncode}"
             row = {"name": job.asked.name, "error": why, "took_s": job.took_s}
             text = f"{job.asked.name}: FAILED, {why}\n{log[-1500:]}"
-        with (self._asked.out / "real.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        for place in {self._asked.out, self._asked.scratch}:
+            with (place / RESULTS).open("a") as file:
+                file.write(json.dumps(row) + "\n")
         print(text, flush=True)
         shutil.rmtree(job.place, ignore_errors=True)  # its checkpoints take gigabytes
         if "error" not in row:
@@ -267,8 +270,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=0, help="0: as many as there are")
     parser.add_argument("--at-once", type=int, default=1, help="jobs that share a GPU")
     parser.add_argument("--limit-s", type=float, default=580.0, help="of this call")
-    parser.add_argument("--job-s", type=float, default=300.0, help="how long a job may take of whose way none is done")
-    parser.add_argument("--deadline-s", type=float, default=480.0, help="after which a job is ended")
+    parser.add_argument("--job-s", type=float, default=330.0, help="how long a job takes, as long as none has shown it")
+    parser.add_argument("--trl-job-s", type=float, default=430.0, help="the same of TRL's")
+    parser.add_argument("--deadline-s", type=float, default=540.0, help="after which a job is ended")
     parser.add_argument("--done", type=Path, nargs="*", default=[], help="real.jsonl of earlier calls, or directories")
     parser.add_argument("--tables", type=Path, nargs="*", help="train nothing: write the tables of these results")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
@@ -279,7 +283,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--engine", default="", choices=("", "vllm", "hf"), help="Tandem's; default: vllm on a GPU")
     parser.add_argument("--trl-vllm", action=argparse.BooleanOptionalAction, default=None)
     usual = {name: each.default for name, each in Asked.__dataclass_fields__.items()}
-    for name in ("steps", "every", "groups", "size", "tokens", "questions", "lag", "rows", "rank"):
+    parser.add_argument("--steps", type=int, default=0, help="default: what real_tasks.py says of each task")
+    for name in ("every", "groups", "size", "tokens", "questions", "lag", "rows", "rank"):
         parser.add_argument(f"--{name}", type=int, default=usual[name])
     for name in ("lr", "lora_lr", "share"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=usual[name])
@@ -297,7 +302,7 @@ def main() -> None:
     asked.trl_vllm = on_gpu if asked.trl_vllm is None else asked.trl_vllm
     asked.gpus = asked.gpus or (gpus_here() if on_gpu else 1)
     asked.scratch.mkdir(parents=True, exist_ok=True)
-    known = [*asked.done, asked.out / "real.jsonl"]
+    known = [*asked.done, asked.scratch / RESULTS, asked.out / RESULTS]
     done = rows_of(known)
     asked.vllm_python = str(asked.vllm_python)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -21,54 +21,12 @@ from typing import Any
 
 import torch
 from real_tables import share
-from real_tasks import RealTask
+from real_tasks import Asked, RealTask
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.types import Task
 
 HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What one job is to do."""
-
-    kind: str
-    """A name of real_tasks.KINDS."""
-    way: str
-    """all and lora: Tandem, with every weight or adapters; trl: TRL's GRPOTrainer, with every weight."""
-    seed: int
-    model: str
-    scratch: str
-    device: str = "cuda"
-    steps: int = 120
-    every: int = 20
-    """Steps between two sets of weights that are asked."""
-    groups: int = 32
-    size: int = 16
-    tokens: int = 64
-    """Most tokens of an answer, in training and when asked."""
-    questions: int = 512
-    """Most held-out questions."""
-    lr: float = 2e-5
-    lora_lr: float = 3e-4
-    rank: int = 16
-    lag: int = 0
-    """Most versions that a token trained by Tandem may be old. TRL's are never old."""
-    share: float = 0.12
-    """Of the GPU's memory, for vLLM."""
-    rows: int = 128
-    """Answers of a micro-batch of TRL."""
-    engine: str = "vllm"
-    """Of Tandem; `hf` is the embedded one, for a CPU."""
-    vllm_python: str = ""
-    trl_vllm: bool = True
-    began: float = 0.0
-    """Time at which the process was started."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.way}-{self.seed}"
 
 
 @dataclass

@@ -18,6 +18,7 @@ from typing import Any
 from tandem.runs.verdict import judge
 
 NAMES = {"all": "Tandem, all weights", "lora": "Tandem, LoRA", "trl": "TRL, all weights"}
+RESULTS = "real.jsonl"
 Row = Mapping[str, Any]
 
 
@@ -25,7 +26,7 @@ def rows_of(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """Results by the names of their jobs; of two, the later. Failures are none."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
-        for file in sorted(path.rglob("real.jsonl")) if path.is_dir() else [path] if path.exists() else []:
+        for file in sorted(path.rglob(RESULTS)) if path.is_dir() else [path] if path.exists() else []:
             rows = (json.loads(line) for line in file.read_text().splitlines())
             found |= {row["name"]: row for row in rows if "error" not in row}
     return found
@@ -91,7 +92,7 @@ def by_way(rows: Mapping[str, Row]) -> dict[tuple[str, str], list[Row]]:
 
 def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) -> str:
     head = ["task", "way", "seeds", "before %", "after %", "points, 95 %", "against TRL, 95 %", "trained s",
-            "with start s", "tokens/s", "s to TRL's accuracy", "sooner"]  # fmt: skip
+            "with start s", "tokens", "tokens/s", "s to TRL's accuracy", "sooner"]  # fmt: skip
     lines: list[list[str]] = []
     for kind in kinds:
         for way, name in NAMES.items():
@@ -115,6 +116,7 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
                 spread([100 * share(row["curve"][-1]["right"]) for row in rows], ".1f"),
                 change(of_seeds(rows, 0), of_seeds(rows, -1)), against, spread([row["train_s"] for row in rows], ".0f"),
                 spread([row["whole_s"] for row in rows], ".0f"),
+                f"{statistics.fmean(row['tokens'] for row in rows):,.0f}",
                 spread([row["tokens"] / row["train_s"] for row in rows], ",.0f"), beside, sooner,
             ])  # fmt: skip
     return markdown(head, lines)

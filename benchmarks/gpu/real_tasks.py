@@ -25,11 +25,62 @@ class Kind:
 
     config: dict[str, Any]
     answer: str = NUMBER
+    steps: int = 80
+    """Of a training."""
 
 
 KINDS = {
-    "chain_sum": Kind({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}),
+    "chain_sum": Kind({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, steps=120),
+    "products": Kind({"min_digits": 1, "max_digits": 2}),
+    "simple_equations": Kind(
+        {"min_terms": 2, "max_terms": 2, "max_value": 20, "operators": ("+", "-"), "operators_weights": [0.5, 0.5]}
+    ),
+    "gcd": Kind({"max_value": 99}),
+    "lcm": Kind({"max_value": 50}),
+    "calendar_arithmetic": Kind({"tasks": ["weekday_offset"], "offset_upper_bound": 7}, r"[A-Z][a-z]+day"),
 }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one job is to do."""
+
+    kind: str
+    """A name of KINDS."""
+    way: str
+    """all and lora: Tandem, with every weight or adapters; trl: TRL's GRPOTrainer, with every weight."""
+    seed: int
+    steps: int
+    model: str
+    scratch: str
+    device: str = "cuda"
+    every: int = 20
+    """Steps between two sets of weights that are asked."""
+    groups: int = 32
+    size: int = 16
+    tokens: int = 64
+    """Most tokens of an answer, in training and when asked."""
+    questions: int = 512
+    """Most held-out questions."""
+    lr: float = 2e-5
+    lora_lr: float = 3e-4
+    rank: int = 16
+    lag: int = 0
+    """Most versions that a token trained by Tandem may be old. TRL's are never old."""
+    share: float = 0.12
+    """Of the GPU's memory, for vLLM."""
+    rows: int = 128
+    """Answers of a micro-batch of TRL."""
+    engine: str = "vllm"
+    """Of Tandem; `hf` is the embedded one, for a CPU."""
+    vllm_python: str = ""
+    trl_vllm: bool = True
+    began: float = 0.0
+    """Time at which the process was started."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.way}-{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -38,7 +89,7 @@ class RealTask:
 
     kind: str
     """A name of KINDS, which is the library's own."""
-    problems: int = 5400
+    problems: int = 12_000
     """Number of problems made; repeated questions are left out."""
 
     replies_first: ClassVar[bool] = True
