@@ -179,14 +179,11 @@ class Jobs:
                 [python, str(HERE / "real_job.py"), str(place / "asked.json")], stdout=log, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, start_new_session=True, env=os.environ | self._environment(gpu),
             )  # fmt: skip
-        self._running.append(Running(job, place, process, gpu, attempt, self._compiled(job.way).exists()))
+        self._running.append(Running(job, place, process, gpu, attempt, compiled(job.way).exists()))
         there = [each for each in self._running if each.gpu == gpu]
         for each in there:
             each.beside = max(each.beside, len(there))
         print(f"{job.name}: started, job {len(there)} of GPU {gpu}", flush=True)
-
-    def _compiled(self, way: str) -> Path:
-        return self._asked.scratch / f"compiled-{way}"
 
     def _environment(self, gpu: int) -> dict[str, str]:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -210,7 +207,7 @@ class Jobs:
         self._free.append(job.gpu)
         found, stepped = job.place / "found.json", (job.place / "stepped").exists()
         if stepped:
-            self._compiled(job.asked.way).touch()
+            compiled(job.asked.way).touch()
         if found.exists():
             row = json.loads(found.read_text()) | {"warm": job.warm, "beside": job.beside, "took_s": job.took_s}
             like = f"{job.asked.way} {job.asked.steps}"
@@ -233,6 +230,11 @@ class Jobs:
             return job.asked, 2
         self.failed += 1
         return None
+
+
+def compiled(way: str) -> Path:
+    """Is there once a job of this way has started vLLM on this machine, whose cache later ones use."""
+    return Path(tempfile.gettempdir()) / f"real-compiled-{way}"
 
 
 def visible(gpu: int) -> str:

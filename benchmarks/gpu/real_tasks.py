@@ -36,7 +36,6 @@ KINDS = {
         {"min_terms": 2, "max_terms": 2, "max_value": 20, "operators": ("+", "-"), "operators_weights": [0.5, 0.5]}
     ),
     "gcd": Kind({"max_value": 99}),
-    "lcm": Kind({"max_value": 50}),
     "calendar_arithmetic": Kind({"tasks": ["weekday_offset"], "offset_upper_bound": 7}, r"[A-Z][a-z]+day"),
 }
 
