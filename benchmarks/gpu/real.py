@@ -12,8 +12,9 @@ is written once, in bfloat16, and both sides load that.
 Each job (task, way, seed) is a process of its own on one GPU, which real_job.py describes; `--at-once` of them share a
 GPU. Results are lines of real.jsonl in $OUT (and in `--scratch`), written as jobs end. Jobs that are there, or in the
 files and directories after `--done`, are not run again, so several calls make one table. A job is not started if it
-would not end within `--limit-s`, by the longest of its kind so far. A job that fails before its first step is started
-once more: vLLM refuses to start where another process frees memory of its GPU meanwhile.
+would not end within `--limit-s`, by the longest of its kind so far. vLLM measures the memory of its GPU as it starts,
+and takes its neighbours' for its own: so a job is started once those of its GPU have taken their first step, and one
+that fails before its first step is started once more.
 
 Order: all weights and TRL, a seed after the other, and then LoRA. This Python has Tandem and reasoning-gym;
 `--vllm-python` has vLLM, for the engine; `--trl-python` has TRL, vLLM and reasoning-gym. TRL's own packages must come
@@ -125,6 +126,10 @@ class Running:
     def took_s(self) -> float:
         return time.monotonic() - self.began
 
+    @property
+    def stepped(self) -> bool:
+        return (self.place / "stepped").exists()
+
     def end(self) -> None:
         """Tell it to end; kill it if that was long enough ago."""
         if not self.stopped:
@@ -150,9 +155,11 @@ class Jobs:
         waiting = [(each, 1) for each in wanted]
         try:
             while True:
-                while self._free and (fits := [each for each in waiting if self._fits(each[0])]):
-                    waiting.remove(fits[0])
-                    self._start(*fits[0])
+                while (gpu := self._free_gpu()) is not None and (
+                    found := next((each for each in waiting if self._fits(each[0])), None)
+                ):
+                    waiting.remove(found)
+                    self._start(*found, gpu)
                 if not self._running:
                     break
                 time.sleep(POLL_S)
@@ -167,8 +174,13 @@ class Jobs:
         guess = self._asked.trl_job_s if job.way == "trl" else self._asked.job_s
         return time.monotonic() + self._took.get(f"{job.way} {job.steps}", guess) <= self._until
 
-    def _start(self, job: Asked, attempt: int) -> None:
-        gpu = self._free.pop(0)
+    def _free_gpu(self) -> int | None:
+        """A GPU with a free slot, on which no job is before its first step."""
+        busy = {each.gpu for each in self._running if not each.stepped}
+        return next((gpu for gpu in self._free if gpu not in busy), None)
+
+    def _start(self, job: Asked, attempt: int, gpu: int) -> None:
+        self._free.remove(gpu)
         place = self._asked.scratch / "jobs" / job.name
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
@@ -205,7 +217,7 @@ class Jobs:
             return None
         self._running.remove(job)
         self._free.append(job.gpu)
-        found, stepped = job.place / "found.json", (job.place / "stepped").exists()
+        found, stepped = job.place / "found.json", job.stepped
         if stepped:
             compiled(job.asked.way).touch()
         if found.exists():

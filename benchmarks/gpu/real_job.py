@@ -231,6 +231,7 @@ def train_trl(asked: Asked) -> Trained:
 def answer_all(model: Any, tokenizer: Any, tasks: Sequence[Task], tokens: int, batch: int = 256) -> list[str]:
     """The greedy answers of plain transformers."""
     said: list[str] = []
+    torch.set_float32_matmul_precision("highest")  # whatever a trainer set
     for begin in range(0, len(tasks), batch):
         chats = [list(task.messages) for task in tasks[begin : begin + batch]]
         asked = tokenizer.apply_chat_template(
@@ -280,6 +281,7 @@ def measure(asked: Asked) -> dict[str, Any]:
         "name": asked.name, "kind": asked.kind, "way": asked.way, "seed": asked.seed, "curve": curve,
         "train_s": done.seconds[-1], "start_s": done.start_s, "whole_s": done.whole_s, "asking_s": time.time() - began,
         "tokens": done.tokens[-1], "rewards": [round(each, 4) for each in done.rewards], "examples": examples,
+        "seconds": [round(each, 2) for each in done.seconds],
         **done.more, "gpu": torch.cuda.get_device_name() if asked.device == "cuda" else "cpu", "asked": asdict(asked),
     }  # fmt: skip
 

@@ -25,7 +25,8 @@ with tries.open("a") as file:
     file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
 if asked["seed"] == 8 and len(tries.read_text().splitlines()) == 1:
     sys.exit("it broke early")
-(place / "stepped").touch()
+if asked["seed"] != 5:
+    (place / "stepped").touch()
 if asked["seed"] == 7:
     sys.exit("it broke late")
 curve = [{"step": step, "seconds": 1.0 * step, "tokens": 9.0 * step, "right": "0011"} for step in (0, 3)]
@@ -77,6 +78,27 @@ def test_jobs_are_spread_over_the_gpus_and_started_again_only_before_their_first
     }  # fmt: skip
     with pytest.raises(SystemExit, match="with --steps 3, not 120"):
         real.refuse_others(done, [Asked("chain_sum", "all", 0, 120, "model", "")])
+
+
+def test_jobs_share_a_gpu_but_start_one_after_the_other(asked: Any):
+    """The first waits for the second before it ends, and the second sees that the first has stepped."""
+    waiting = """
+    other = place.parents[1] / "tries-6"
+    time.sleep(0.05)
+    assert not other.exists()
+    (place / "stepped").touch()
+    while not other.exists() and time.time() < asked["began"] + 30:
+        time.sleep(0.01)
+    """
+    text = JOB.replace('if asked["seed"] == 7', f'if asked["seed"] == 5:{waiting}\nif asked["seed"] == 7', 1)
+    (real.HERE / "real_job.py").write_text(text)
+    asked.gpus, asked.at_once = 1, 2
+    jobs = real.Jobs(asked)
+    jobs.run([job(5), job(6)])
+    rows = rows_of([asked.out])
+    assert jobs.failed == 0
+    assert {name: row["beside"] for name, row in rows.items()} == {"chain_sum-all-5": 2, "chain_sum-all-6": 2}
+    assert rows["chain_sum-all-5"]["took_s"] < 25, "it did not wait in vain"
 
 
 def test_a_job_that_would_not_end_in_time_is_not_started(asked: Any, capsys: pytest.CaptureFixture[str]):
