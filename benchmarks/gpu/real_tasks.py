@@ -1,8 +1,8 @@
 """Tasks of reasoning-gym for real.py. Tandem plays `RealTask`, an environment; TRL gets its questions and its scores.
 
-The last number of a reply (or the last match of the task's own form) is its answer. The library's rules score it, and
-the reward is 1 for a full score, else 0. The questions are small enough that a model of 135M parameters is right
-sometimes, and so many that one in eight can be held out.
+The last number of a reply is its answer. The library's rules score it, and the reward is 1 for a full score, else 0.
+The questions are small enough that a model of 135M parameters is right sometimes, and so many that one in eight can be
+held out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
 @dataclass(frozen=True)
 class Kind:
-    """How a data set of the library is configured, and the form of an answer."""
+    """How a data set of the library is configured, and how long it is trained on."""
 
     config: dict[str, Any]
-    answer: str = NUMBER
     steps: int = 80
-    """Of a training."""
 
 
 KINDS = {
@@ -36,8 +34,11 @@ KINDS = {
         {"min_terms": 2, "max_terms": 2, "max_value": 20, "operators": ("+", "-"), "operators_weights": [0.5, 0.5]}
     ),
     "gcd": Kind({"max_value": 99}),
-    "calendar_arithmetic": Kind({"tasks": ["weekday_offset"], "offset_upper_bound": 7}, r"[A-Z][a-z]+day"),
-}
+    "basic_arithmetic": Kind({
+        "min_terms": 2, "max_terms": 2, "max_digits": 2, "operators": ("+", "-", "*"), "allow_parentheses": False,
+        "allow_negation": False,
+    }),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,17 @@ class RealTask:
 
     def tasks(self, split: str) -> Sequence[Task]:
         return [
-            Task(f"{self.kind}-{number}", ({"role": "user", "content": question},), {"question": question})
-            for number, question in enumerate(self._entries)
-            if in_split(split, question)
+            Task(
+                f"{self.kind}-{number}",
+                ({"role": "user", "content": asked},),
+                {"question": asked, "answer": made["answer"]},
+            )
+            for number, (asked, made) in enumerate(self._entries.items())
+            if in_split(split, asked)
         ]
 
     def score(self, question: str, reply: str) -> float:
-        found = re.findall(KINDS[self.kind].answer, reply)
+        found = re.findall(NUMBER, reply)
         said = found[-1].replace(",", "") if found else None
         return float(self._data.score_answer(answer=said, entry=self._entries[question]) >= 1.0)
 
