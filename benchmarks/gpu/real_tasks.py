@@ -25,13 +25,15 @@ class Kind:
 
     config: dict[str, Any]
     steps: int = 80
+    problems: int = 12_000
+    """Number of problems made; repeated questions are left out. With fewer, more of them have one digit."""
 
 
 KINDS = {
     "chain_sum": Kind({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, steps=120),
-    "products": Kind({"min_digits": 1, "max_digits": 2}),
+    "products": Kind({"min_digits": 1, "max_digits": 2}, problems=3000),
     "simple_equations": Kind(
-        {"min_terms": 2, "max_terms": 2, "max_value": 20, "operators": ("+", "-"), "operators_weights": [0.5, 0.5]}
+        {"min_terms": 2, "max_terms": 2, "max_value": 10, "operators": ("+", "-"), "operators_weights": [0.5, 0.5]}
     ),
     "gcd": Kind({"max_value": 99}),
     "basic_arithmetic": Kind({
@@ -89,8 +91,8 @@ class RealTask:
 
     kind: str
     """A name of KINDS, which is the library's own."""
-    problems: int = 12_000
-    """Number of problems made; repeated questions are left out."""
+    problems: int = 0
+    """Number of problems made; 0: what KINDS says."""
 
     replies_first: ClassVar[bool] = True
     _entries: dict[str, dict[str, Any]] = field(init=False, repr=False, compare=False)
@@ -99,9 +101,10 @@ class RealTask:
     def __post_init__(self) -> None:
         import reasoning_gym
 
-        data = reasoning_gym.create_dataset(self.kind, size=self.problems, seed=0, **KINDS[self.kind].config)
+        size = self.problems or KINDS[self.kind].problems
+        data = reasoning_gym.create_dataset(self.kind, size=size, seed=0, **KINDS[self.kind].config)
         object.__setattr__(self, "_data", data)
-        made = (data[number] for number in range(self.problems))
+        made = (data[number] for number in range(size))
         object.__setattr__(self, "_entries", {entry["question"]: entry for entry in made})
 
     def tasks(self, split: str) -> Sequence[Task]:
