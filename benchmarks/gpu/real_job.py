@@ -3,8 +3,8 @@ Tandem or by TRL, then asks the model of every few steps the held-out questions,
 
 Both sides get the same model, questions, reward, groups, answers, tokens, steps, learning rate and moments' decay. Both
 are on-policy, with Dr. GRPO's loss, no KL term and a linear schedule down to 0. What is asked between is no part of the
-training: the weights of those steps are kept aside, rounded to bfloat16 as both engines serve them, and afterwards
-plain transformers answers greedily in float32, for both sides by the same lines.
+training: the weights of those steps are kept aside, as each side saves them (on a GPU TRL in float32, Tandem in
+bfloat16). Afterwards plain transformers answers greedily in float32, for both sides by the same lines.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def train_trl(asked: Asked) -> Trained:
             print(f"step {state.global_step}: {found.seconds[-1]:.1f} s", flush=True)
             if state.global_step % asked.every == 0 or state.global_step == asked.steps:
                 weights = model.state_dict().items()
-                kept[state.global_step] = {name: each.detach().to("cpu", torch.bfloat16) for name, each in weights}
+                kept[state.global_step] = {name: each.detach().to("cpu", copy=True) for name, each in weights}
                 self.aside += time.time() - now
 
         def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
