@@ -199,7 +199,8 @@ $(ADAPTERS)/%/.installed: $(STAMP)
 test-atropos: $(ATROPOS)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile tests/atropos
 
-# docs/from_a_download.md with SmolLM2-135M-Instruct, which a package holds as a GGUF file: no hub is asked.
+# docs/from_a_download.md, and a job of benchmarks/gpu/real.py, with SmolLM2-135M-Instruct, which a package holds as a GGUF
+# file: no hub is asked.
 test-real: $(REAL)/.installed
 	$(REAL)/bin/python -m pytest -rs tests/real
 

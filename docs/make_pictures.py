@@ -5,6 +5,8 @@ A table is drawn where a comment stands before it, and the picture is shown behi
     <!-- picture: NAME | COLUMN | COLUMN ... -->      bars, a panel for each of these columns
     <!-- picture: NAME, log | ... -->                 on a logarithmic scale
     <!-- picture: NAME, 2 labels | ... -->            rows are called by their first two cells
+    <!-- picture: NAME, curves | UNIT | UNIT ... -->  curves, a panel for each unit: the column `WHO: UNIT` is how far
+                                                      right a point is, and the last column of WHO how high
     <!-- no picture: WHY -->
 
 A cell's first number is its bar, "(7.7 to 8.7)" or "7.7 to 8.7" its range; a row in bold is what runs do now. What
@@ -24,6 +26,8 @@ PAGE = Path(__file__).with_name("PERFORMANCE.md")
 PICTURES = PAGE.parent / "pictures"
 _WIDTH, _LABELS, _BARS, _ROW, _GAP = 860, 330, 390, 24, 36
 _NOW, _ELSE, _LINE, _TEXT = "#1f6f5c", "#9db4c0", "#b3261e", "#222"
+_CURVES = (_NOW, "#7a9e2f", _LINE, "#5a5a8c")
+_LEFT, _WIDE, _HIGH = 70, 560, 200
 _NUMBER = r"[-−+]?\d[\d,]*(?:\.\d+)?"
 _ASKED = re.compile(r"<!-- picture: (?P<name>[\w.-]+)(?P<how>[^|]*)\|(?P<columns>.*)-->$")
 
@@ -72,11 +76,20 @@ def pictures(page: str) -> dict[str, str]:
     drawn: dict[str, str] = {}
     for table in tables(page):
         if asked := _ASKED.match(table.asked):
-            drawn[asked["name"]] = _drawn(table, asked["how"], [each.strip() for each in asked["columns"].split("|")])
+            draw = _curves if "curves" in asked["how"] else _bars
+            drawn[asked["name"]] = draw(table, asked["how"], [each.strip() for each in asked["columns"].split("|")])
     return drawn
 
 
-def _drawn(table: Table, how: str, columns: Sequence[str]) -> str:
+def _picture(parts: Sequence[str], height: int) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'font-family="sans-serif" font-size="13" fill="{_TEXT}">\n'
+        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _bars(table: Table, how: str, columns: Sequence[str]) -> str:
     labels, log = (2 if "2 labels" in how else 1), "log" in how
     must = next((row for row in table.rows if row[0].startswith("must be")), None)
     parts: list[str] = []
@@ -90,12 +103,7 @@ def _drawn(table: Table, how: str, columns: Sequence[str]) -> str:
             limit = (limits - {None}).pop() if len(limits - {None}) == 1 else None
         parts += _panel(column, rows, at, labels, limit, log, top)
         top += 26 + _ROW * len(rows) + _GAP - 20
-    height = top + 4
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        f'font-family="sans-serif" font-size="13" fill="{_TEXT}">\n'
-        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    return _picture(parts, top + 4)
 
 
 def _panel(
@@ -135,6 +143,51 @@ def _panel(
         parts.append(f'<path d="M{line:.1f} {top + 20}V{bottom}" stroke="{_LINE}" stroke-width="2"/>')
         parts.append(f'<text x="{line:.1f}" y="{top + 14}" fill="{_LINE}" text-anchor="middle">must be</text>')
     return parts
+
+
+def _curves(table: Table, how: str, units: Sequence[str]) -> str:
+    columns: dict[str, dict[str, list[float]]] = {}
+    for at, name in enumerate(table.head):
+        who, apart, unit = name.partition(": ")
+        if apart:
+            columns.setdefault(who, {})[unit] = [number(row[at]) or 0.0 for row in table.rows]
+    parts, top = list[str](), 8
+    for unit in units:
+        parts += _curve_panel(unit, columns, top)
+        top += 26 + _HIGH + _GAP + 12
+    return _picture(parts, top - 12)
+
+
+def _curve_panel(unit: str, columns: dict[str, dict[str, list[float]]], top: int) -> list[str]:
+    """A curve for each who; the axes end with the largest numbers of all."""
+    ends = {who: list(of)[-1] for who, of in columns.items()}
+    widest = max(columns[who][unit][-1] for who in ends) or 1.0
+    highest = max(max(columns[who][last]) for who, last in ends.items()) or 1.0
+    floor = top + 26 + _HIGH
+    height = next(iter(ends.values()))
+    parts = [
+        f'<text x="{_LEFT}" y="{top + 14}" font-weight="bold">{escape(height)}, by {escape(unit)}</text>',
+        f'<path d="M{_LEFT} {top + 26}V{floor}H{_LEFT + _WIDE}" fill="none" stroke="{_TEXT}"/>',
+    ]
+    for share in (0.0, 0.5, 1.0):
+        x, y = _LEFT + _WIDE * share, floor - _HIGH * share
+        parts.append(f'<text x="{x:.1f}" y="{floor + 18}" text-anchor="middle">{_shown(widest * share)}</text>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_shown(highest * share)}</text>')
+    for index, (who, of) in enumerate(columns.items()):
+        pairs = zip(of[unit], of[ends[who]], strict=True)
+        points = [(_LEFT + _WIDE * x / widest, floor - _HIGH * y / highest) for x, y in pairs]
+        colour = _CURVES[index % len(_CURVES)]
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+        x, y = _LEFT + _WIDE + 20, top + 40 + _ROW * index
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18}" y="{y}">{escape(_cut(who, 28))}</text>')
+    return parts
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _plain(cell: str) -> str:

@@ -265,13 +265,34 @@ def test_every_table_of_figures_has_a_picture_of_its_numbers():
             f"not drawn, and not why: {table.head}"
         )
         if asked := re.match(r"<!-- picture: ([\w.-]+)", table.asked):
-            assert table.after == f"![The same as bars](pictures/{asked[1]}.svg)"
+            shape = "curves" if ", curves" in table.asked else "bars"
+            assert table.after == f"![The same as {shape}](pictures/{asked[1]}.svg)"
     assert len(drawn) == sum(table.asked.startswith("<!-- picture:") for table in tables), "two of one name"
     for name, picture in drawn.items():
         widths = [float(width) for width in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', picture)]
         assert max(widths) > 100, name
         assert len(widths) > 1, name
         ElementTree.fromstring(picture)
+
+
+def test_a_curve_goes_through_the_numbers_of_its_columns():
+    page = """<!-- picture: learned, curves | s | tokens -->
+
+| steps | Us: s | Us: tokens | Us: % | Them: s | Them: tokens | Them: % |
+|---|---|---|---|---|---|---|
+| 0 | 0 | 0 | 5.0 | 0 | 0 | 5.0 |
+| 20 | 50 | 1,000 | 40.0 | 100 | 2,000 | 20.0 |
+"""
+    picture = ElementTree.fromstring(maker("make_pictures").pictures(page)["learned"])
+    dots = [
+        (float(each.get("cx", "")), float(each.get("cy", ""))) for each in picture.iter() if each.tag.endswith("circle")
+    ]
+    by_time, by_tokens = dots[:4], dots[4:]
+    (left, base), (ours, top), theirs_first, (theirs, lower) = by_time
+    assert theirs_first == (left, base)
+    assert ours - left == pytest.approx((theirs - left) / 2, abs=0.1), "in half the time"
+    assert (base - lower) / (base - top) == pytest.approx(15 / 35, abs=0.01), "20 and 40 %, from 5"
+    assert [x for x, _ in by_tokens] == [x for x, _ in by_time]
 
 
 @pytest.mark.parametrize(
