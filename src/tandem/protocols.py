@@ -217,6 +217,8 @@ def why_not_sampled(engine: object, sampling: Sampling) -> str:
     """Return why an engine cannot sample so; empty if it can. The text begins with the option's name."""
     if isinstance(engine, ShapingEngine):
         return engine.why_not(sampling)
+    if sampling.images:
+        return "images: this engine takes text only"
     return f"{sampling.extras[0]}: this engine does not have it; `tandem serve` does" if sampling.extras else ""
 
 

@@ -118,6 +118,15 @@ def test_what_does_not_support_images_is_refused_by_name(bench: suite.Bench):
         spec = parse_spec({**pairs, "model": {"path": str(bench.path)}, "algorithm": {"kind": kind}})
         with pytest.raises(SpecError, match=said):
             training.run_model(spec, None, bench.place / "images")
+    train = {"steps": 1, "lr": 1e-4, "groups_per_step": 1, "group_size": 2}
+    of_run = {"recipe": "rl", "environment": {"name": "arithmetic"}, "train": train}
+    rl = {**of_run, "model": {"path": str(bench.path)}}
+    for beside, said in (
+        ({"engine": {"kind": "server"}}, "engine.kind = 'server'"),
+        ({"engine": {"kind": "vllm"}, "sync": {"bridge": "shared"}}, "sync.bridge = 'shared'"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            training.run_model(parse_spec({**rl, **beside}), None, bench.place / "images")
 
 
 def test_a_model_check_says_that_it_sees(bench: suite.Bench):

@@ -48,6 +48,10 @@ def refuse_unsupported(spec: RunSpec) -> None:
             f"algorithm.kind = '{kind}': does not support a model that sees images; choose another algorithm, or a "
             "model of text"
         )
+    if isinstance(spec, RlSpec) and spec.engine.kind in ("server", "remote"):
+        raise SpecError(
+            f"engine.kind = '{spec.engine.kind}': takes no images of a model that sees; choose 'hf' or 'vllm'"
+        )
     if isinstance(spec, RlSpec) and spec.sync.traits.shares_memory:
         raise SpecError(
             f"sync.bridge = '{spec.sync.bridge}': does not support a model that sees images; set sync.bridge = 'disk'"
