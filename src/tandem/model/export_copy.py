@@ -63,13 +63,13 @@ def name_ends(module: Any, tokenizer: Any, end_ids: Collection[int], never_ends:
     for config in (module.config.get_text_config(), getattr(module, "generation_config", None)):
         if config is None or not end_ids:
             continue
-        named = config.eos_token_id
+        named = getattr(config, "eos_token_id", None)
         before = [named] if isinstance(named, int) else list(named or ())
         ends = [each for each in before if each not in never_ends]
         ends += sorted(set(end_ids) - set(ends))
         if ends != before:
             config.eos_token_id = ends[0] if len(ends) == 1 else ends
-        if config.pad_token_id is None or config.pad_token_id < 0:
+        if (pad := getattr(config, "pad_token_id", None)) is None or pad < 0:
             config.pad_token_id = tokenizer.pad_token_id
 
 
