@@ -32,7 +32,7 @@ import torch
 from common import note, table
 from tandem.build import run_engines, training
 from tandem.errors import LogprobGap
-from tandem.recipes.supervised_steps import recordings_of
+from tandem.rollout.recorded_producer import record
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RlSpec
 from tandem.spec.train import SftStage
@@ -197,14 +197,14 @@ async def one_row(row: str, options: argparse.Namespace, home: Path) -> tuple[li
             asked = questions(rng)
             stage = SftStage(steps=options.versions, lr=3e-4 if kind == "lora" else 2e-5, batch_size=len(asked))
             # As many answers are wrong as right: the weights move, and the model stays one that says sentences.
-            rows = recordings_of(
-                model,
-                [
-                    (f"{i}", [*each, {"role": "assistant", "content": f"The answer is {rng.randrange(200)}."}])
-                    for i, each in enumerate(asked)
-                ],
-                (),
-            )
+            rows = [
+                record(
+                    model.renderer,
+                    [*each, {"role": "assistant", "content": f"The answer is {rng.randrange(200)}."}],
+                    str(number),
+                )
+                for number, each in enumerate(asked)
+            ]
             algorithm = training.sft_algorithm()
             trainer = training.trainer(stage, model, algorithm, version, run)
             make = training.batches(stage, model, algorithm)
