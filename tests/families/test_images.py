@@ -133,3 +133,5 @@ def test_a_model_check_says_that_it_sees(bench: suite.Bench):
     check = check_model(str(bench.path))
     assert (check.findings, check.model["images"]) == ([], "sees images (tower frozen)")
     assert "set parallel.ranks = 1" in check.fits["parallel.ranks"]
+    assert check.fits["engine server"] == "no, for it sees images"
+    assert "shared" not in check.fits["engine vllm"]

@@ -140,15 +140,17 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     from tandem.ops.vision import sees
 
     module = model.policy.module
-    ways = {kind: [name for name, each in BRIDGES.items() if kind in each.engines] for kind in ("hf", "server", "vllm")}
+    images = sees(module.config)
+    bridges = {name: each for name, each in BRIDGES.items() if not (images and each.shares_memory)}
+    ways = {kind: [name for name, each in bridges.items() if kind in each.engines] for kind in ("hf", "server", "vllm")}
     found = {f"engine {kind}": f"bridges {', '.join(names)}" for kind, names in ways.items()}
     found["engine vllm"] += "; vLLM is not asked here: `tandem engine check`"
     found["model.attention = 'packed'"] = packed_attention.why_not(module) or "yes"
     linears = {type(part).__name__ for part in module.modules()} & {"Linear", "Conv1D"}
     found["model.lora"] = "yes" if linears else "no linear layers"
     found["model.lora.base"] = "int8, nf4" if find_spec("bitsandbytes") else "bitsandbytes is not installed"
-    if sees(module.config):
-        found["model.lora.base"] = "no, for it sees images"
+    if images:
+        found |= dict.fromkeys(("engine server", "model.lora.base"), "no, for it sees images")
     found["parallel.ranks"] = training.why_not_ranks(model, spec.path) or "yes"
     return found
 
