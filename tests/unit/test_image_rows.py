@@ -17,8 +17,8 @@ from tandem.model.forward import Forward
 from tandem.model.load_checkpoint import refuse_unfit
 from tandem.ops import packed_attention
 from tandem.ops.byte_sizes import shares_never
+from tandem.ops.image_places import rotary_positions
 from tandem.ops.lm_head import Head
-from tandem.ops.rotary_positions import rotary_positions
 from tandem.ops.vision import Vision
 from tandem.train.batch_packing import make_batch
 from tandem.types import ImageRows, MicroBatch, PlacedImage, Trajectory

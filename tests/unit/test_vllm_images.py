@@ -72,7 +72,7 @@ def test_an_image_is_sent_as_vllm_reads_it_and_named_by_its_content():
     "image", [placed("a", 0), placed("a", 3), PlacedImage("a", 1, (1, 4, 2), 2), PlacedImage("a", 1, (1, 2, 4), 3)]
 )
 def test_an_image_without_its_place_in_the_prompt_is_refused(image: PlacedImage):
-    with pytest.raises(ImageError, match=r"^image a: at token \d the prompt has no place"):
+    with pytest.raises(ImageError, match=r"^image a: (the prompt has no place for|it has 2 tokens)"):
         ImageFeatures(Images(), "auto").of([1, PAD, PAD, 2], [image])
 
 

@@ -17,6 +17,7 @@ from tandem.build import standalone_engines
 from tandem.build.canary_prompts import canary_prompts
 from tandem.errors import SpecError
 from tandem.io.gguf.directory import model_directory
+from tandem.io.image_store import IMAGES
 from tandem.protocols import Engine, WeightBridge
 from tandem.publish import Call, Canary, Publisher
 from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
@@ -166,7 +167,7 @@ def _command_of(
     )
     more = [*(["--unchecked"] if unchecked and isinstance(engine, VllmEngineSpec) else []), *adapter_options(spec)]
     if isinstance(engine, VllmEngineSpec):
-        more += ["--images", str(home.parents[1] / "images")]  # of the run; a model of text makes nothing of it
+        more += ["--images", str(home.parents[1] / IMAGES)]  # of the run; a model of text makes nothing of it
     return lambda *which: [*command(*which), *more]
 
 

@@ -72,7 +72,7 @@ class RlRun:
     ) -> None:
         """`crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
-        self.model = training.run_model(spec, crew, run.directory / "images")
+        self.model = training.run_model(spec, crew, run.directory / IMAGES)
         if not isinstance(spec.engine, HfEngineSpec):
             run.view.doing(f"starting the engine ({spec.engine.kind}); a first start compiles, which takes minutes")
         self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew)

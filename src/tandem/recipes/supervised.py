@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem.build import engaged, training
 from tandem.build.reference import set_reference
+from tandem.io.image_store import IMAGES
 from tandem.protocols import Algorithm
 from tandem.recipes.preference import checked_answers, checked_pairs
 from tandem.recipes.supervised_steps import (
@@ -34,7 +35,7 @@ async def train_supervised(
 ) -> None:
     """Train as the spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
-    model = training.run_model(spec, crew, run.directory / "images")
+    model = training.run_model(spec, crew, run.directory / IMAGES)
     for note in engaged.options(spec, model):
         run.note_option(*note)
     for text in model.renderer.mended:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tandem.ops.byte_sizes import Shares
+from tandem.ops.image_places import rotary_positions
 from tandem.ops.packed_attention import pack
-from tandem.ops.rotary_positions import rotary_positions
 from tandem.ops.row_packing import common_prefix, first_fit, in_shares, micro_batches
 from tandem.protocols import Algorithm
 from tandem.types import (

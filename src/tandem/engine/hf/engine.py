@@ -25,7 +25,7 @@ from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
 from tandem.engine.hf.kv_cache import KvCache
 from tandem.engine.hf.mixed_adapters import MixedAdapters
-from tandem.engine.hf.prefill_batch import PrefillBatch, why_misplaced
+from tandem.engine.hf.prefill_batch import PrefillBatch
 from tandem.engine.hf.row_state import RowState
 from tandem.engine.hf.sampler import draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
@@ -35,6 +35,7 @@ from tandem.errors import EngineError, SamplingRefused, SyncError
 from tandem.ops import attention_masks, digest
 from tandem.ops.byte_sizes import position_bytes
 from tandem.ops.device_names import device_name
+from tandem.ops.image_places import why_misplaced
 from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors
 from tandem.ops.phase_timer import Phases
@@ -561,4 +562,4 @@ class EmbeddedEngine:
             raise SamplingRefused(self.why_not(sampling))
         # On this thread: the renderer has asked for their sizes already. What cannot be read ends this request alone.
         if why := why_misplaced(prompt_ids, sampling.images, self._vision.images):
-            raise SamplingRefused(why)
+            raise SamplingRefused(f"images: {why}")

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from tandem.engine.hf.admission_queue import Begun, QueuedRequest
-from tandem.ops.rotary_positions import rotary_positions
-from tandem.protocols import ImageSource
+from tandem.ops.image_places import rotary_positions
 from tandem.types import ImageRows, PlacedImage
 
 
@@ -44,17 +43,3 @@ def _image_rows(
     places_P = torch.cat([torch.arange(begin, begin + image.length) for begin, image in placed])
     digests = [image.digest for _, image in placed]
     return ImageRows(torch.stack(rotary, 1).to(device), places_P.to(device), digests), [*shifts]
-
-
-def why_misplaced(prompt_ids: Sequence[int], images: Sequence[PlacedImage], source: ImageSource) -> str:
-    """Return why the images cannot stand so in a prompt; empty if they can. ImageError if one cannot be read."""
-    end = 0
-    for image in images:
-        what, begin = f"images: image {image.digest[:12]}", image.offset
-        grid, length = source.grid(image.digest), source.length(image.digest)
-        if (image.grid, image.length) != (grid, length):
-            return f"{what}: it has {length} tokens of grid {grid}, not {image.length} of {image.grid}"
-        if begin < end or [*prompt_ids[begin : begin + length]] != [source.pad_id] * length:
-            return f"{what}: the prompt has no place for its {length} tokens at {begin}"
-        end = image.end
-    return ""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ImageError
+from tandem.ops.image_places import why_misplaced
 from tandem.protocols import ImageSource
 from tandem.types import PlacedImage
 
@@ -35,14 +36,8 @@ class ImageFeatures:
 
     def of(self, prompt_ids: Sequence[int], images: Sequence[PlacedImage]) -> dict[str, Any]:
         """Return `features` of /inference/v1/generate. ImageError if an image's place is not one in this prompt."""
-        for image in images:
-            place = prompt_ids[image.offset : image.offset + image.length]
-            is_now = self._source.grid(image.digest), self._source.length(image.digest)
-            if is_now != (image.grid, image.length) or list(place) != [self._source.pad_id] * image.length:
-                raise ImageError(
-                    f"image {image.digest[:12]}: at token {image.offset} the prompt has no place of {is_now[1]} tokens "
-                    f"for its patches {is_now[0]}, but {image.length} for {image.grid}"
-                )
+        if why := why_misplaced(prompt_ids, images, self._source):
+            raise ImageError(why)
         return {
             "mm_hashes": {"image": [self._hash(image.digest) for image in images]},
             "mm_placeholders": {"image": [{"offset": image.offset, "length": image.length} for image in images]},
