@@ -143,7 +143,7 @@ def serve_engine(
     unchecked: bool = False,
     allow_hosts: Sequence[str] = (),
     allow_directories: Sequence[str | Path] = (),
-    images: Path | None = None,
+    images: str | Path | None = None,
 ) -> None:
     """Serve an engine for a trainer in another process, until SIGTERM or Ctrl-C.
 
@@ -183,7 +183,7 @@ def serve_engine(
         if isinstance(spec, VllmEngineSpec):
             assert options is not None
             standalone = standalone_engines.vllm_alone(
-                spec, path, listen.data_dir, options, version=version, thinking=thinking, images=images,
+                spec, path, listen.data_dir, options, version=version, thinking=thinking, images=None if images is None else Path(images),
                 waiting=waiting,
             )  # fmt: skip
         else:
