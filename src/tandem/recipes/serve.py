@@ -183,8 +183,8 @@ def serve_engine(
         if isinstance(spec, VllmEngineSpec):
             assert options is not None
             standalone = standalone_engines.vllm_alone(
-                spec, path, listen.data_dir, options, version=version, thinking=thinking, images=None if images is None else Path(images),
-                waiting=waiting,
+                spec, path, listen.data_dir, options, version=version, thinking=thinking,
+                images=None if images is None else Path(images), waiting=waiting,
             )  # fmt: skip
         else:
             standalone = standalone_engines.embedded_alone(spec, path, device=device, dtype=dtype, thinking=thinking)
