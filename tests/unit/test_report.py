@@ -274,6 +274,8 @@ def test_the_closing_text_ends_with_three_commands_that_fit_the_run(tmp_path, mo
     commands = [line.split("   ")[0].strip() for line in text.splitlines() if line.startswith("  tandem ")]
     assert commands == [f"tandem chat {run}", f"tandem serve {run}", "tandem env new my_env"]
     assert f"tandem export {run} --gguf q8_0" in printed(run, {**IMPROVED, "recipe": "sft"})
+    (run / "export" / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    assert "--gguf" not in printed(run, {**IMPROVED, "recipe": "sft"})
 
 
 def test_where_the_shell_does_not_find_tandem_the_commands_say_where_it_is(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tandem.io.gguf.families import architecture_of
 from tandem.obs.claims import (
     caveat,
     change,
@@ -110,6 +112,17 @@ def _places(run_dir: Path) -> RenderableType | None:
     return _pairs(found, style="") if found else None
 
 
+def _has_gguf(config: Path) -> bool:
+    """Return whether a GGUF file can have this model. A config that cannot be read does not speak against it."""
+    try:
+        architecture_of(json.loads(config.read_text(encoding="utf-8")))
+    except OSError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
 def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
     """Return the next commands, which work in the current directory."""
     tandem, run = _command(), shlex.quote(str(run_dir))
@@ -125,7 +138,9 @@ def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
             (f"{tandem} serve {run}", "an OpenAI-compatible API on this machine"),
             (f"{tandem} env new my_env", "a task of your own to train on")
             if status.get("recipe") == "rl"
-            else (f"{tandem} export {run} --gguf q8_0", "a file for llama.cpp and Ollama"),
+            else (f"{tandem} export {run} --gguf q8_0", "a file for llama.cpp and Ollama")
+            if _has_gguf(run_dir / "export" / "config.json")
+            else (f"{tandem} export {run}", "a copy with a model card"),
         ]
     else:
         if how := _goes_on(run_dir, status):
