@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
+import struct
+import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +174,33 @@ def test_bytes_a_picture_a_path_and_a_data_uri_are_one_image(store, tmp_path):
     assert text_of(kept["content"]).startswith(f"[image {store.put(CAT)[:12]} 32x16]")
 
 
+def png(image: Any) -> bytes:
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def bomb() -> bytes:
+    """The beginning of a PNG of 20,000 x 20,000 pixels."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
+    chunks = [
+        struct.pack(">I", size) + each + struct.pack(">I", zlib.crc32(each))
+        for size, each in ((13, head), (0, b"IDAT"))
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_what_is_transparent_is_white_and_a_file_that_changed_is_written_again(store, tmp_path):
+    clear = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    clear.putpixel((1, 0), (0, 0, 255, 255))
+    found = opened(png(clear))
+    assert (found.mode, found.getpixel((0, 0)), found.getpixel((1, 0))) == ("RGB", (255, 255, 255), (0, 0, 255))
+    digest = store.put(CAT)
+    (tmp_path / "images" / digest).write_bytes(DOG)
+    assert ImageStore(tmp_path / "images").put(CAT) == digest
+    assert store.read(digest) == CAT
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [
@@ -178,7 +208,13 @@ def test_bytes_a_picture_a_path_and_a_data_uri_are_one_image(store, tmp_path):
         ({"type": "image", "image": "http://example.org/cat.png"}, "nothing is fetched"),
         ({"type": "video", "video": "cat.mp4"}, "a part of type 'video'; text and image are taken"),
         ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio'"),
-        ({"type": "image"}, "not as NoneType"),
+        (
+            {"type": "image", "url": "cat.png"},
+            "an image has a 'path', an 'image' or an 'image_url'; this has type, url",
+        ),
+        ({"type": "image", "image": b""}, "it is empty"),
+        ({"type": "image", "image": png(Image.new("I;16", (2, 2)))}, "more than 8 bits a channel"),
+        ({"type": "image", "image": bomb()}, "more pixels than the"),
         ({"type": "image", "path": "no_such.png"}, "'no_such.png' is no file"),
         ({"type": "image", "image": b"<svg/>"}, "it is no image that can be read"),
         ({"type": "image", "image": bytes(MOST_BYTES + 1)}, "bytes are more than"),
@@ -236,12 +272,16 @@ def test_a_row_names_images_beside_its_file_and_has_their_digests(store, tmp_pat
         ({"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}, "nothing is fetched"),
         ({"type": "video", "video": "cat.mp4"}, "a part of type 'video'"),
         ({"type": "image", "path": "gone.png"}, "gone.png' is no file"),
+        ({"type": "image", "path": "rows.jsonl"}, "rows.jsonl': it is no image that can be read"),
+        ({"type": "video", "path": "cat.mp4"}, "a part of type 'video'"),
+        ({"type": "text", "text": "a", "image": "cat.png"}, "1 x a column 'images', which is not read"),
     ],
 )
 def test_a_row_with_what_is_not_taken_is_refused_with_its_line(store, tmp_path, part, said):
-    spec = rows_of(tmp_path / "rows.jsonl", {"messages": [user(part), assistant("a cat")]})
+    row = {"messages": [user(part), assistant("a cat")], "images": ["cat.png"] if part["type"] == "text" else []}
+    spec = rows_of(tmp_path / "rows.jsonl", row)
     with pytest.raises(DataError) as error:
-        load_rows(spec, "data", lambda messages: interned(messages, store, "image"))
+        load_rows(spec, "data", lambda messages: interned(messages, store, "image"), sees=True)
     assert said in str(error.value)
     assert "rows.jsonl:1" in str(error.value)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import family_suite as suite
 import pytest
 import torch
 from family_images import as_png, shown, transformers_answer
+from PIL import Image
 
 from tandem.build import training
-from tandem.errors import SpecError
+from tandem.errors import ImageError, SpecError
 from tandem.io.image_store import ImageStore
 from tandem.ops.byte_sizes import shares_never
 from tandem.recipes.model_check import check_model
@@ -127,6 +129,15 @@ def test_what_does_not_support_images_is_refused_by_name(bench: suite.Bench):
     ):
         with pytest.raises(SpecError, match=said):
             training.run_model(parse_spec({**rl, **beside}), None, bench.place / "images")
+
+
+def test_an_image_that_the_processor_refuses_is_named(bench: suite.Bench):
+    store, content = ImageStore(bench.place / "images"), io.BytesIO()
+    Image.new("RGB", (4000, 2)).save(content, "PNG")
+    images = bench.built().renderer.images
+    assert images is not None
+    with pytest.raises(ImageError, match="4000 x 2 pixels cannot be given to this model: "):
+        images.length(store.put(content.getvalue()))
 
 
 def test_a_model_check_says_that_it_sees(bench: suite.Bench):

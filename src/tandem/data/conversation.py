@@ -169,12 +169,19 @@ def located(messages: Sequence[Message], base: Path | None) -> tuple[Message, ..
 
 
 def _located(part: Any, base: Path | None) -> Any:
-    path = part.get("path") or part.get("image") if isinstance(part, Mapping) else None
+    is_image = isinstance(part, Mapping) and part.get("type") == "image"
+    path = (part.get("path") or part.get("image")) if is_image else None
     if not isinstance(path, str) or path.startswith(("data:", "http:", "https:")):
         return part
     if base is None:
         raise BadRow("an image by its path, which only a file can have; give a data URI")
     return {"type": "image", "path": str(base / path)}
+
+
+def check_columns(row: object) -> None:
+    """Raise BadRow if images stand beside the messages: they would be left out."""
+    if column := next((name for name in ("images", "image") if as_object(row).get(name)), ""):
+        raise BadRow(f"a column '{column}', which is not read; an image is a part of a message's content")
 
 
 def check_text(messages: Sequence[Message]) -> None:

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.data.columns import renamer, sources_of
-from tandem.data.conversation import SHAPES, BadRow, Conversation, as_object, located, parse_row, shape_of
+from tandem.data.conversation import (
+    SHAPES,
+    BadRow,
+    Conversation,
+    as_object,
+    check_columns,
+    located,
+    parse_row,
+    shape_of,
+)
 from tandem.data.datasets_rows import read_dataset
 from tandem.data.file_rows import read_file
 from tandem.data.row_report import ValidationReport
@@ -88,14 +97,20 @@ class DataSplit(Generic[R]):
 
 
 def load_rows(
-    spec: FileData | DatasetData, field_name: str = "data", keep_images: KeepImages | None = None
+    spec: FileData | DatasetData,
+    field_name: str = "data",
+    keep_images: KeepImages | None = None,
+    *,
+    sees: bool = False,
 ) -> DataSplit[Conversation]:
     """Conversations. `keep_images`: keeps the images of messages, and returns the messages with digests for them; None:
-    rows with images are bad rows."""
+    rows with images are bad rows. `sees`: images in other columns are an error, too."""
     if keep_images is None:
         return load(spec, field_name, CONVERSATIONS)
 
     def understood(row: object, number: int, source: str) -> Conversation:
+        if sees:
+            check_columns(row)
         found = located(parse_row(row, images=True), Path(source).parent if isinstance(spec, FileData) else None)
         try:
             kept = keep_images(found)

@@ -30,11 +30,15 @@ def interned(messages: Sequence[Message], store: ImageStore | None, where: str) 
     def kept(part: Mapping[str, Any]) -> Mapping[str, Any]:
         if store is None:
             raise ImageError(
-                f"{where}: has an image, but only text is taken here; images need a model that sees them, and a run "
-                "that plays its environment itself"
+                f"{where}: has an image, but only text is taken here; `tandem train` with a model that sees takes "
+                "images (docs/images.md)"
             )
         given = _given(part, where)
-        digest = given.removeprefix(SCHEME) if isinstance(given, str) else store.put(given, where)
+        if isinstance(given, str):
+            digest = given.removeprefix(SCHEME)
+        else:
+            named = part.get("path") or part.get("image")
+            digest = store.put(given, f"{where}: '{named}'" if _is_path(named) else where)
         return {"type": "image", "image": SCHEME + digest, "size": [*store.size(digest)]}
 
     return tuple(_converted(message, kept, where) for message in messages)
@@ -107,9 +111,15 @@ def _given(part: Mapping[str, Any], where: str) -> bytes | str:
         content = io.BytesIO()
         value.save(content, "PNG")
         return content.getvalue()
+    if value is None:
+        raise ImageError(f"{where}: an image has a 'path', an 'image' or an 'image_url'; this has {', '.join(part)}")
     raise ImageError(
         f"{where}: an image is given as bytes, a PIL image, a path or a data URI, not as {type(value).__name__}"
     )
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, Path) or (isinstance(value, str) and not value.startswith("data:"))
 
 
 def _of_file(path: Path, where: str) -> bytes:

@@ -35,7 +35,7 @@ class ImageStore:
         if digest not in self._sizes:
             size = opened(content, where).size
             path = self._directory / digest
-            if not path.exists():
+            if not path.exists() or path.read_bytes() != content:
                 atomic_write.make_directory(self._directory, mode=atomic_write.PRIVATE)
                 atomic_write.write_bytes(path, content, mode=0o600)
             self._sizes[digest] = size
@@ -65,6 +65,8 @@ def opened(content: bytes, where: str = "image") -> Any:
     """Return an image as RGB. ImageError if it is none, or too large; an animation's first frame is taken."""
     from PIL import Image, ImageOps
 
+    if not content:
+        raise ImageError(f"{where}: it is empty")
     if len(content) > MOST_BYTES:
         raise ImageError(f"{where}: {len(content):,} bytes are more than the {MOST_BYTES:,} that are taken")
     try:
@@ -75,9 +77,25 @@ def opened(content: bytes, where: str = "image") -> Any:
                 raise ImageError(
                     f"{where}: {image.width} x {image.height} pixels are more than the {MOST_PIXELS:,} that are taken"
                 )
-            return ImageOps.exif_transpose(image).convert("RGB")
+            if image.mode[0] in "IF":
+                raise ImageError(f"{where}: it has more than 8 bits a channel; convert it to 8")
+            return _opaque(ImageOps.exif_transpose(image))
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"{where}: it has more pixels than the {MOST_PIXELS:,} that are taken") from error
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"{where}: it is no image that can be read: {', '.join(FORMATS)} can") from error
     except (OSError, ValueError, SyntaxError) as error:
-        raise ImageError(f"{where}: it is no image that can be read ({', '.join(FORMATS)}): {error}") from error
+        raise ImageError(f"{where}: the image cannot be read: {error}") from error
+
+
+def _opaque(image: Any) -> Any:
+    """Return an image as RGB, on white where it is transparent."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
 def from_data_uri(uri: str, where: str = "image") -> bytes:

@@ -115,7 +115,12 @@ def checked_rows(
             raise DataError(f"{field}: rows have images, but this model takes text only; choose one that sees")
         return interned(messages, store, "image")
 
-    split = reported(load_rows(data, field, keep).without(unusable), "conversation", run, field)
+    split = reported(
+        load_rows(data, field, keep, sees=model.renderer.images is not None).without(unusable),
+        "conversation",
+        run,
+        field,
+    )
     train, held_out = (
         [[record(model.renderer, row.messages, f"{row.source}:{row.row}")] for row in rows]
         for rows in (split.train, split.held_out)

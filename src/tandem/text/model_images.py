@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tandem.errors import ImageError
 from tandem.io.image_store import ImageStore, opened
 
 _KEPT_BYTES = 2**28
@@ -54,7 +55,13 @@ class ModelImages:
             if digest in self._kept:
                 self._kept.move_to_end(digest)
                 return self._kept[digest][0]
-        made = self._processor(images=[opened(self._store.read(digest), digest[:12])], return_tensors="pt")
+        image = opened(self._store.read(digest), digest[:12])
+        try:
+            made = self._processor(images=[image], return_tensors="pt")
+        except ValueError as error:
+            raise ImageError(
+                f"image {digest[:12]}: {image.width} x {image.height} pixels cannot be given to this model: {error}"
+            ) from error
         pixels, (time, height, width) = made["pixel_values"], made["image_grid_thw"][0].tolist()
         with self._lock:
             if digest not in self._kept:
