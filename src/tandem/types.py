@@ -172,6 +172,11 @@ class PlacedImage:
     """Its patches in time, height and width, before the model merges them."""
     length: int
 
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> PlacedImage:
+        time, height, width = told["grid"]
+        return cls(told["digest"], told["offset"], (time, height, width), told["length"])
+
     @property
     def merge(self) -> int:
         """The side of a square of patches that becomes one token."""

@@ -53,7 +53,7 @@ class Seeing(Rig):
             told = {f"{kind}_processor_type": name, "processor_class": "Qwen3VLProcessor", **sizes, **middle}
             (path / f"{'video_' * (kind == 'video')}preprocessor_config.json").write_text(json.dumps(told))
         self.store = ImageStore(path / "images")
-        self.images = ModelImages(path, self.store, merge=2, pad_id=self.pad)
+        self.images = ModelImages(path, self.store)
         super().__init__(path, module, images=self.images, num_ids=len(tokenizer))
         self.process = self.engine._process
 

@@ -32,9 +32,8 @@ def of_model(
     files = processor_files(spec.path, spec.revision)
     if images is None:
         return None, files
-    merge, pad_id = module.config.vision_config.spatial_merge_size, module.config.image_token_id
     try:
-        source = ModelImages(spec.path, ImageStore(images), merge=merge, pad_id=pad_id, revision=spec.revision)
+        source = ModelImages(spec.path, ImageStore(images), revision=spec.revision)
     except (OSError, ValueError) as error:
         raise SpecError(f"model.path = '{spec.path}': its image processor cannot be loaded: {error}") from error
     return source, files

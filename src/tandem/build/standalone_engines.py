@@ -187,9 +187,7 @@ def _images(path: str, directory: Path) -> ImageSource:
     from tandem.io.image_store import ImageStore
     from tandem.text.model_images import ModelImages
 
-    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    merge, pad_id = config["vision_config"]["spatial_merge_size"], config["image_token_id"]
-    return ModelImages(Path(path), ImageStore(directory), merge=merge, pad_id=pad_id)
+    return ModelImages(path, ImageStore(directory))
 
 
 def _model_context(path: str) -> int:

@@ -160,6 +160,5 @@ class MemoryStore:
 def _trajectory(saved: Mapping[str, Any]) -> Trajectory:
     """Return a trajectory of a checkpoint, which is JSON."""
     made = Trajectory(**saved)
-    placed = ((each["digest"], each["offset"], tuple(each["grid"]), each["length"]) for each in saved.get("images", ()))
-    made.images = [PlacedImage(*each) for each in placed]
+    made.images = [PlacedImage.of_json(each) for each in saved.get("images", ())]
     return made

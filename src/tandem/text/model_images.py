@@ -19,13 +19,12 @@ _KEPT_BYTES = 2**28
 
 
 class ModelImages:
-    def __init__(
-        self, model: str | Path, store: ImageStore, *, merge: int, pad_id: int, revision: str = "main"
-    ) -> None:
-        """`merge`: the side of a square of patches that becomes one token; `pad_id`: the token in its place."""
-        from transformers import AutoImageProcessor
+    def __init__(self, model: str | Path, store: ImageStore, *, revision: str = "main") -> None:
+        from transformers import AutoConfig, AutoImageProcessor
 
-        self._store, self._pad_id, self._merge = store, pad_id, merge
+        config: Any = AutoConfig.from_pretrained(model, revision=revision)
+        self._store, self._pad_id = store, config.image_token_id
+        self._merge: int = config.vision_config.spatial_merge_size
         self._processor: Any = AutoImageProcessor.from_pretrained(model, revision=revision)
         self._fingerprint = hashlib.sha256(json.dumps(self._processor.to_dict(), sort_keys=True, default=str).encode())
         self._lock, self._kept_bytes = Lock(), 0

@@ -187,7 +187,8 @@ class _Columns:
         self.source, self.target, self.versions, self.sequences = (_Pieces("q") for _ in range(4))
         self.credit, self.behaviour, self.lengths, self.reference = (_Pieces("f") for _ in range(4))
         self.groups: list[int] = []
-        self.rotary: list[Tensor] = []
+        self.stretches: list[tuple[Sequence[PlacedImage] | None, int, int]] = []
+        """What rows have, one behind the other: the images of a sequence, and its part, from and to; None: padding."""
         self.places: list[Tensor] = []
         self.digests: list[str] = []
 
@@ -205,7 +206,7 @@ class _Columns:
         padding = self.width - self._filled
         for pieces, value in ((self.ids, 0), (self.positions, 0), (self.segments, -1), (self.parents, -1)):
             pieces.repeat(value, padding)
-        self.rotary.append(torch.zeros(3, padding, dtype=torch.long))
+        self.stretches.append((None, 0, padding))
         self.rows += 1
 
     def _add_sample(self, sample: TrainSample, shared: int, trunk_end: int, segment: int, parent: int) -> None:
@@ -237,13 +238,9 @@ class _Columns:
         self._filled += stop - start
 
     def _add_images(self, trajectory: Trajectory, start: int, stop: int) -> None:
-        images = trajectory.images
-        if not images:
-            self.rotary.append(torch.arange(start, stop).expand(3, -1))
-            return
-        self.rotary.append(rotary_positions(stop, images, images[0].merge)[0][:, start:])
+        self.stretches.append((trajectory.images, start, stop))
         shift = self.rows * self.width + self._filled - start
-        for image in images:
+        for image in trajectory.images:
             if start <= image.offset < stop:
                 assert image.end <= stop, "an image is cut in two"
                 self.places.append(torch.arange(image.offset, image.end) + shift)
@@ -253,8 +250,15 @@ class _Columns:
         """Return the images of the rows; None if there are none."""
         if not self.digests:
             return None
-        rotary_3BT = torch.cat(self.rotary, 1).view(3, self.rows, self.width)
+        rotary_3BT = torch.cat([_rotary(*each) for each in self.stretches], 1).view(3, self.rows, self.width)
         return ImageRows(rotary_3BT.to(device), torch.cat(self.places).to(device), self.digests)
+
+
+def _rotary(images: Sequence[PlacedImage] | None, start: int, stop: int) -> Tensor:
+    if images is None:
+        return torch.zeros(3, stop - start, dtype=torch.long)
+    merge = images[0].merge if images else 1
+    return rotary_positions(stop, images, merge)[0][:, start:]
 
 
 class _Pieces:

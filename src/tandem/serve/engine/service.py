@@ -100,10 +100,7 @@ class SamplingBody(_EngineBody):
 
     def sampling(self) -> Sampling:
         values = self.model_dump()
-        images = tuple(
-            PlacedImage(image.digest, image.offset, (image.grid[0], image.grid[1], image.grid[2]), image.length)
-            for image in self.images
-        )
+        images = tuple(PlacedImage.of_json(each) for each in values["images"])
         return Sampling(**values | {"stop": tuple(self.stop), "stop_ids": tuple(self.stop_ids), "images": images})
 
 
