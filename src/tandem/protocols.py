@@ -35,6 +35,7 @@ from tandem.types import (
     Task,
     Ticket,
     TokenLogprobs,
+    TokenSums,
     ToolCall,
     Totals,
     WeightKind,
@@ -366,7 +367,7 @@ class Algorithm:
     name: str
     keep: Callable[[Group], bool]                         # the filter: False drops a group that teaches nothing
     credit: Callable[[Sequence[Group]], list[Credit]]     # advantages of all groups of a step, compared with each other
-    loss: Callable[[TokenLogprobs, MicroBatch, Totals], tuple[Tensor, Metrics]]
+    loss: Callable[[TokenLogprobs, MicroBatch, Totals], tuple[Tensor, TokenSums]]
     needs_reference: bool = False                         # whether the loss uses reference logprobs
     credit_is_all: bool = True                            # whether a sample without credit teaches nothing
     together: bool = False                                # whether siblings must share a micro-batch

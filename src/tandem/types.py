@@ -36,6 +36,9 @@ def _part_text(part: Any) -> str:
 Metrics: TypeAlias = dict[str, float]
 """Numbers with slash names."""
 
+TokenSums: TypeAlias = Mapping[str, "float | Tensor"]
+"""Metrics of a micro-batch, summed over its tokens; a tensor of one number is read after the step."""
+
 Measure: TypeAlias = Literal["accuracy", "reward", "loss"]
 """What held-out scores are: the share of right answers; rewards, on the scale of their environment; or a loss, which is
 better where it is lower."""

@@ -68,7 +68,7 @@ def step_of(
         part, metrics = algorithm.loss(TokenLogprobs(logprobs_I[ids_N], torch.ones(len(ids_N))), micro, batch.totals)
         part.backward()
         loss += part.item()
-        sums = {name: sums.get(name, 0.0) + value for name, value in metrics.items()}
+        sums = {name: sums.get(name, 0.0) + float(value) for name, value in metrics.items()}
     assert logprobs_I.grad is not None
     return Step(loss, logprobs_I.grad, sums, len(batch.micro))
 

@@ -144,7 +144,7 @@ def test_the_imitation_term_is_the_chosen_answer_s_loss_a_token() -> None:
 def test_metrics_are_means_over_pairs_once_divided_by_the_step_s_tokens() -> None:
     scored, micro = micro_of(SEQUENCES)
     _, sums = dpo.make(DpoSpec(beta=0.5)).loss(scored, micro, TOTALS)
-    assert {name: value / TOTALS.tokens for name, value in sums.items()} == pytest.approx(
+    assert {name: value.item() / TOTALS.tokens for name, value in sums.items()} == pytest.approx(
         {
             "reward/margin": (1.0 - 1.5) / 2,
             "reward/accuracy": 0.5,
@@ -161,7 +161,7 @@ def test_a_tie_counts_as_half_right() -> None:
     same = [(group, credit, reference, reference) for group, credit, _, reference in SEQUENCES]
     scored, micro = micro_of(same)
     _, sums = dpo.make(DpoSpec()).loss(scored, micro, TOTALS)
-    assert sums["reward/accuracy"] / TOTALS.tokens == 0.5
+    assert sums["reward/accuracy"].item() / TOTALS.tokens == 0.5
 
 
 def test_margins_beyond_all_bounds_keep_loss_and_gradient_finite() -> None:
@@ -334,7 +334,7 @@ def test_a_policy_that_has_not_moved_is_its_reference_to_the_bit(name: str) -> N
     micro.reference_N = policy.reference_logprobs(micro, 1.0)
     loss, sums = algorithm.loss(policy.logprobs(micro, 1.0), micro, batch.totals)
     assert loss.item() == pytest.approx(math.log(2), abs=1e-6)
-    assert (sums["reward/margin"], sums["reward/accuracy"] / batch.totals.tokens) == (0.0, 0.5)
+    assert (sums["reward/margin"].item(), sums["reward/accuracy"].item() / batch.totals.tokens) == (0.0, 0.5)
     # Rejected answers count against, chosen ones for: the closed form, carried back through the model.
     sign_N = micro.credit_N
     closed = -(0.1 / 2 / len(random_pairs(2))) * (sign_N * policy.logprobs(micro, 1.0).logprobs_N).sum()

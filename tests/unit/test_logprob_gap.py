@@ -87,7 +87,7 @@ def test_a_policy_that_moves_fast_may_go_on_but_not_without_bounds() -> None:
 
 def test_tokens_of_an_unknown_version_are_not_looked_at_and_that_shows() -> None:
     seen = gap(lag0=0.01)
-    seen.unknown = 30
+    seen.join(Gap(unknown=30))
     assert GapWatch(BF16).accept(seen)["sync/logprob_gap_seen"] == 0.25
 
 

@@ -69,8 +69,8 @@ def test_the_loss_and_its_gradient_are_those_of_transformers_scores(module: Any,
     expected = torch.nn.functional.softplus(-margin_P).mean() + 0.1 * scores_P2.sum(1).square().mean()
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
-    assert sums["reward/margin"] / batch.totals.tokens == pytest.approx(margin_P.mean().item(), abs=1e-5)
-    assert sums["reward/accuracy"] / batch.totals.tokens == pytest.approx((margin_P > 0).float().mean().item())
+    assert sums["reward/margin"].item() / batch.totals.tokens == pytest.approx(margin_P.mean().item(), abs=1e-5)
+    assert sums["reward/accuracy"].item() / batch.totals.tokens == pytest.approx((margin_P > 0).float().mean().item())
     for name, tensor in module.named_parameters():
         assert torch.allclose(mine[name], tensor.grad, atol=1e-5), name
     assert mine["score.weight"].abs().max() > 0

@@ -22,8 +22,8 @@ def make(spec: CispoSpec) -> Algorithm:
         ratio_N = importance_ratio.exp(importance_ratio.log_ratio(logprobs_N, micro))
         weight_N = ratio_N.clamp(1 - spec.clip_low, 1 + spec.clip_high)
         metrics = {
-            "loss/clip_fraction": (weight_N != ratio_N).float().sum().item(),
-            "loss/ratio_mean": weight_N.sum().item(),
+            "loss/clip_fraction": (weight_N != ratio_N).float().sum(),
+            "loss/ratio_mean": weight_N.sum(),
         }
         return Objective(pushing(weight_N, logprobs_N) * credit_N, weight_N, metrics)
 

@@ -15,7 +15,7 @@ from tandem.algo.advantages import centred, compared, has_tokens, spread_over_to
 from tandem.algo.policy_gradient import pushing, token_mean
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import DistillSpec
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import Group, MicroBatch, TokenLogprobs, TokenSums, Totals
 
 
 def make(spec: DistillSpec) -> Algorithm:
@@ -24,7 +24,7 @@ def make(spec: DistillSpec) -> Algorithm:
         scaled = [[spec.reward_coef * advantage for advantage in centred(compared(group))] for group in groups]
         return [spread_over_tokens(group, scaled_G, clip=0.0) for group, scaled_G in zip(groups, scaled, strict=True)]
 
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         assert micro.reference_N is not None, "distill: the teacher's logprobs are missing"
         gap_N = scored.logprobs_N.detach() - micro.reference_N
         credit_N = micro.credit_N - gap_N
@@ -34,9 +34,9 @@ def make(spec: DistillSpec) -> Algorithm:
         value_N = pushing(found.weight_N, scored.logprobs_N) * credit_N
         sums = {
             **found.metrics,
-            "loss/ratio_mean": found.weight_N.sum().item(),
-            "loss/kl": gap_N.sum().item(),
-            "policy/entropy": scored.entropy_N.sum().item(),
+            "loss/ratio_mean": found.weight_N.sum(),
+            "loss/kl": gap_N.sum(),
+            "policy/entropy": scored.entropy_N.sum(),
         }
         return -(value_N * token_mean(micro, totals)).sum(), sums
 

@@ -12,11 +12,11 @@ from torch.nn.functional import logsigmoid
 
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.preference import DpoSpec
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import Group, MicroBatch, TokenLogprobs, TokenSums, Totals
 
 
 def make(spec: DpoSpec) -> Algorithm:
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         assert micro.reference_N is not None, "dpo: the reference's logprobs are missing"
         num_pairs = totals.sequences / 2
         weight_N = micro.credit_N / micro.length_N if spec.length_normalised else micro.credit_N
@@ -35,8 +35,8 @@ def make(spec: DpoSpec) -> Algorithm:
             "logprob/rejected": scored.logprobs_N[~chosen_N].sum(),
         }
         # The trainer divides by the step's tokens (with a reference, all are computed); these are means over its pairs.
-        metrics = {name: total.item() * totals.tokens / num_pairs for name, total in per_pair.items()}
-        return value, {**metrics, "policy/entropy": scored.entropy_N.sum().item()}
+        metrics = {name: total.double() * totals.tokens / num_pairs for name, total in per_pair.items()}
+        return value, {**metrics, "policy/entropy": scored.entropy_N.sum()}
 
     return Algorithm("dpo", is_pair, credit, loss, needs_reference=True, together=True)
 

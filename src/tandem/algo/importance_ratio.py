@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.spec.algorithm import Correction, MaskSequence, MaskToken, NoCorrection, TruncateSequence
-from tandem.types import Metrics, MicroBatch
+from tandem.types import MicroBatch, TokenSums
 
 _MOST = 20.0  # limit of a log-ratio: e^20 is above any cap, and products with it stay finite in fp32
 
@@ -23,7 +23,7 @@ class Ratio:
     """The ratio of a token's probability now to that at sampling, which clips compare."""
     inside_N: Tensor
     """False: a mask drops the token."""
-    metrics: Metrics
+    metrics: TokenSums
 
 
 def log_ratio(logprobs_N: Tensor, micro: MicroBatch) -> Tensor:
@@ -49,14 +49,14 @@ def corrected(logprobs_N: Tensor, micro: MicroBatch, correction: Correction) -> 
     token_N = exp(log_ratio_N)
     whole = isinstance(correction, TruncateSequence | MaskSequence)
     ratio_N = exp(sequence_sum(log_ratio_N, micro)) if whole else token_N
-    inside_N, metrics = torch.ones_like(ratio_N, dtype=torch.bool), Metrics()
+    inside_N, metrics = torch.ones_like(ratio_N, dtype=torch.bool), dict[str, Tensor]()
     if isinstance(correction, NoCorrection):
         weight_N = ratio_N
     elif isinstance(correction, MaskToken | MaskSequence):
         inside_N = (correction.ratio_floor <= ratio_N) & (ratio_N <= correction.ratio_cap)
         weight_N = ratio_N * inside_N
-        metrics["loss/mask_fraction"] = (~inside_N).float().sum().item()
+        metrics["loss/mask_fraction"] = (~inside_N).float().sum()
     else:
         weight_N = ratio_N.clamp(max=correction.ratio_cap)
-        metrics["loss/cap_fraction"] = (weight_N >= correction.ratio_cap).float().sum().item()
+        metrics["loss/cap_fraction"] = (weight_N >= correction.ratio_cap).float().sum()
     return Ratio(weight_N, token_N if whole else weight_N, inside_N, metrics)

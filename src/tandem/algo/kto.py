@@ -15,11 +15,11 @@ from torch import Tensor
 from tandem.algo.importance_ratio import sequence_sums
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.preference import KtoSpec
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import Group, MicroBatch, TokenLogprobs, TokenSums, Totals
 
 
 def make(spec: KtoSpec) -> Algorithm:
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         assert micro.reference_N is not None, "kto: the reference's logprobs are missing"
         gain_S = sequence_sums(scored.logprobs_N - micro.reference_N, micro)
         sign_S = sequence_sums(micro.credit_N / micro.length_N, micro).sign()
@@ -32,8 +32,8 @@ def make(spec: KtoSpec) -> Algorithm:
             "loss/kl": gain_S.new_tensor(micro.kl * len(gain_S)),
         }
         # The trainer divides by the step's tokens; these are means over its answers.
-        metrics = {name: total.item() * totals.tokens / totals.sequences for name, total in per_answer.items()}
-        return value, {**metrics, "policy/entropy": scored.entropy_N.sum().item()}
+        metrics = {name: total.double() * totals.tokens / totals.sequences for name, total in per_answer.items()}
+        return value, {**metrics, "policy/entropy": scored.entropy_N.sum()}
 
     return Algorithm("kto", is_labelled, credit, loss, needs_reference=True, needs_kl=True)
 

@@ -13,13 +13,13 @@ from tandem.algo.dpo import credit, is_pair
 from tandem.algo.importance_ratio import sequence_sums
 from tandem.protocols import Algorithm
 from tandem.spec.preference import OrpoSpec
-from tandem.types import Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import MicroBatch, TokenLogprobs, TokenSums, Totals
 
 _SUREST = -1e-6  # largest mean logprob of a token; at 0 the odds would be infinite, and fp32 rounds to 0
 
 
 def make(spec: OrpoSpec) -> Algorithm:
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         num_pairs = totals.sequences / 2
         mean_S = sequence_sums(scored.logprobs_N / micro.length_N, micro)
         sign_S = sequence_sums(micro.credit_N / micro.length_N, micro)
@@ -36,8 +36,8 @@ def make(spec: OrpoSpec) -> Algorithm:
             "logprob/rejected": mean_S[~chosen_S].sum(),
         }
         # The trainer divides by the step's tokens, and every token of a pair is computed; these are means over pairs.
-        metrics = {name: total.item() * totals.tokens / num_pairs for name, total in per_pair.items()}
-        return value, {**metrics, "policy/entropy": scored.entropy_N.sum().item()}
+        metrics = {name: total.double() * totals.tokens / num_pairs for name, total in per_pair.items()}
+        return value, {**metrics, "policy/entropy": scored.entropy_N.sum()}
 
     return Algorithm("orpo", is_pair, credit, loss, together=True)
 

@@ -19,7 +19,7 @@ from tandem.errors import OwnCodeFailed, SpecError
 from tandem.io import own_code
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.own import OwnAlgorithmSpec
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import Group, MicroBatch, TokenLogprobs, TokenSums, Totals
 
 _LOSS, _CREDIT, _KEEP = "loss(scored, micro, totals)", "credit(groups)", "keep(group)"
 
@@ -86,7 +86,7 @@ def _checked(spec: OwnAlgorithmSpec, made: Algorithm, *, whole: bool) -> Algorit
     """Return the algorithm with every call of a user's function wrapped; the plain ones stay as they are. `whole`: all
     three are the user's."""
 
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         with own_code.called("algorithm.name", spec.name, _LOSS):
             found: Any = made.loss(scored, micro, totals)
         return _as_loss(spec.name, found)
@@ -109,7 +109,7 @@ def _checked(spec: OwnAlgorithmSpec, made: Algorithm, *, whole: bool) -> Algorit
     )
 
 
-def _as_loss(name: str, found: Any) -> tuple[Tensor, Metrics]:
+def _as_loss(name: str, found: Any) -> tuple[Tensor, TokenSums]:
     loss, metrics = found if isinstance(found, tuple) and len(cast("tuple[Any, ...]", found)) == 2 else (found, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(cast(Any, loss)).__name__
@@ -119,13 +119,13 @@ def _as_loss(name: str, found: Any) -> tuple[Tensor, Metrics]:
     if not isinstance(metrics, Mapping):
         what = f"metrics of type {type(metrics).__name__}"
         raise _returned(name, _LOSS, what, 'return a dict of sums over the micro-batch\'s tokens, as {"loss/x": sum}')
-    sums: Metrics = {}
+    sums: dict[str, float | Tensor] = {}
     for key, value in cast("Mapping[Any, Any]", metrics).items():
-        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        if not isinstance(number, Real) or not isinstance(key, str) or "/" not in key:
+        one = value if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() else None
+        if not (one is not None or isinstance(value, Real)) or not isinstance(key, str) or "/" not in key:
             way_out = 'name it as in "loss/x"; its value is a number'
             raise _returned(name, _LOSS, f"the metric {key!r}: {value!r:.60}", way_out)
-        sums[key] = float(number)
+        sums[key] = float(value) if one is None else one.reshape(()).to(loss.device)
     return loss.reshape(()), sums
 
 

@@ -14,7 +14,7 @@ from tandem.algo import importance_ratio
 from tandem.algo.advantages import Advantages, has_signal, spread_over_tokens
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import ClippedSpec, RewardSpec
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import Group, MicroBatch, TokenLogprobs, TokenSums, Totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Objective:
     """The value, with its gradient."""
     weight_N: Tensor
     """The constant factor of the KL term."""
-    metrics: Metrics
+    metrics: TokenSums
     """Sums over tokens; the trainer divides them by the number of computed tokens."""
 
 
@@ -62,7 +62,7 @@ def make(
         pairs = zip(groups, advantages(groups), strict=True)
         return [spread_over_tokens(group, advantages_G, spec.advantage_clip) for group, advantages_G in pairs]
 
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         return policy_loss(spec, objective, scored, micro, share(micro, totals))
 
     return Algorithm(name, keep, credit, loss, needs_reference=spec.kl_coef > 0)
@@ -70,7 +70,7 @@ def make(
 
 def policy_loss(
     spec: RewardSpec, objective: MakeObjective, scored: TokenLogprobs, micro: MicroBatch, share_N: Tensor
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, TokenSums]:
     """Return the loss of one micro-batch."""
     if micro.reference_N is None:
         made = objective(scored.logprobs_N, micro, micro.credit_N)
@@ -81,9 +81,9 @@ def policy_loss(
         penalty_N = spec.kl_coef * kl_N.detach() if spec.kl_estimator == "k1" else 0.0
         made = objective(scored.logprobs_N, micro, micro.credit_N - penalty_N)
     loss = -(made.value_N * share_N).sum()
-    sums = {**made.metrics, "policy/entropy": scored.entropy_N.sum().item()}
+    sums = {**made.metrics, "policy/entropy": scored.entropy_N.sum()}
     if micro.reference_N is not None:
-        sums["loss/kl"] = kl_N.detach().sum().item()
+        sums["loss/kl"] = kl_N.detach().sum()
         if spec.kl_estimator != "k1":
             loss = loss + spec.kl_coef * (made.weight_N * kl_N * share_N).sum()
     return loss, sums
@@ -121,8 +121,8 @@ def surrogate(
     free_N = drift_N == bounded_N
     value_N = credit_N * torch.where(free_N, pushing(weight_N, logprobs_N), bounded_N)
     metrics = {
-        "loss/clip_fraction": (~free_N & (credit_N != 0)).float().sum().item(),
-        "loss/ratio_mean": weight_N.sum().item(),
+        "loss/clip_fraction": (~free_N & (credit_N != 0)).float().sum(),
+        "loss/ratio_mean": weight_N.sum(),
     }
     return Objective(value_N, weight_N, metrics)
 

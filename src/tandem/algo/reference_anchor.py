@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.algo.policy_gradient import divergence
 from tandem.protocols import Algorithm
-from tandem.types import Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import MicroBatch, TokenLogprobs, TokenSums, Totals
 
 
 def anchored(algorithm: Algorithm, kl_coef: float) -> Algorithm:
@@ -21,11 +21,11 @@ def anchored(algorithm: Algorithm, kl_coef: float) -> Algorithm:
     if not kl_coef:
         return algorithm
 
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         assert micro.reference_N is not None, f"{algorithm.name}: the reference's logprobs are missing"
         value, metrics = algorithm.loss(scored, micro, totals)
         away_N = divergence("k2", scored.logprobs_N, micro.reference_N)
-        sums = {"loss/away": away_N.detach().sum().item()}
+        sums = {"loss/away": away_N.detach().sum()}
         return value + kl_coef * away_N.sum() / totals.tokens, {**metrics, **sums}
 
     return replace(algorithm, loss=loss, needs_reference=True)

@@ -14,20 +14,20 @@ from tandem.algo.advantages import compared, has_signal
 from tandem.algo.policy_gradient import pushing
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import RejectionSamplingSpec
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import Group, MicroBatch, TokenLogprobs, TokenSums, Totals
 
 
 def make(spec: RejectionSamplingSpec) -> Algorithm:
     def credit(groups: Sequence[Group]) -> list[Credit]:
         return [_credit(group, spec.best) for group in groups]
 
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         found = importance_ratio.corrected(scored.logprobs_N, micro, spec.correction)
         value_N = pushing(found.weight_N, scored.logprobs_N) * micro.credit_N
         sums = {
             **found.metrics,
-            "loss/ratio_mean": found.weight_N.sum().item(),
-            "policy/entropy": scored.entropy_N.sum().item(),
+            "loss/ratio_mean": found.weight_N.sum(),
+            "policy/entropy": scored.entropy_N.sum(),
         }
         return -value_N.sum() / totals.tokens, sums
 

@@ -12,11 +12,11 @@ from torch.nn.functional import logsigmoid
 from tandem.algo.dpo import credit, is_pair
 from tandem.protocols import Algorithm
 from tandem.spec.preference import RewardModelSpec
-from tandem.types import Metrics, MicroBatch, TokenLogprobs, Totals
+from tandem.types import MicroBatch, TokenLogprobs, TokenSums, Totals
 
 
 def make(spec: RewardModelSpec) -> Algorithm:
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         num_pairs = totals.sequences / 2
         score_N = scored.logprobs_N * _ends(micro)
         margin_P = micro.pair_sums(micro.credit_N * score_N)
@@ -31,7 +31,7 @@ def make(spec: RewardModelSpec) -> Algorithm:
             "reward/rejected": score_N[~chosen_N].sum(),
         }
         # The trainer divides by the step's tokens; these are means over its pairs.
-        return value, {name: total.item() * totals.tokens / num_pairs for name, total in per_pair.items()}
+        return value, {name: total.double() * totals.tokens / num_pairs for name, total in per_pair.items()}
 
     return Algorithm("reward_model", is_pair, credit, loss, together=True)
 

@@ -17,7 +17,7 @@ from tandem.algo.advantages import has_tokens
 from tandem.algo.policy_gradient import pushing, token_mean
 from tandem.protocols import Algorithm, Credit
 from tandem.spec.algorithm import Correction, TruncateToken
-from tandem.types import Group, Metrics, MicroBatch, TokenLogprobs, Totals, Trajectory
+from tandem.types import Group, MicroBatch, TokenLogprobs, TokenSums, Totals, Trajectory
 
 Judge = Callable[[Trajectory], Sequence[float]]
 """Returns the judge's logprobs of an answer's trained tokens."""
@@ -32,13 +32,13 @@ def make(judge: Judge, *, advantage_clip: float = 5.0, correction: Correction = 
     def credit(groups: Sequence[Group]) -> list[Credit]:
         return [[_credit(trajectory, judge(trajectory), advantage_clip) for trajectory in group] for group in groups]
 
-    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+    def loss(scored: TokenLogprobs, micro: MicroBatch, totals: Totals) -> tuple[Tensor, TokenSums]:
         # The credit changes with the policy's logprobs while it learns, and is 0 once they equal the judge's.
         moved_N = scored.logprobs_N.detach() - micro.behaviour_N
         credit_N = micro.credit_N - moved_N
         found = importance_ratio.corrected(scored.logprobs_N, micro, correction)
         value_N = pushing(found.weight_N, scored.logprobs_N) * credit_N
-        sums = {**found.metrics, "loss/kl": -credit_N.sum().item(), "policy/entropy": scored.entropy_N.sum().item()}
+        sums = {**found.metrics, "loss/kl": -credit_N.sum(), "policy/entropy": scored.entropy_N.sum()}
         return -(value_N * token_mean(micro, totals)).sum(), sums
 
     return Algorithm("self_distill", has_tokens, credit, loss, credit_is_all=False)

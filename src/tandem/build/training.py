@@ -496,13 +496,17 @@ def examiner(model: BuiltModel, algorithm: Algorithm, micro_tokens: int) -> Call
 
     from tandem.train.batch_packing import make_batch
     from tandem.train.kl_estimate import set_kl
+    from tandem.train.step_sums import StepSums
 
     def of_group(batch: Batch) -> Metrics:
         (micro,) = batch.micro
         if algorithm.needs_reference:
             micro.reference_N = model.policy.reference_logprobs(micro, 1.0)
         loss, sums = algorithm.loss(model.policy.logprobs(micro, 1.0), micro, batch.totals)
-        return {"loss/total": loss.item(), **{name: value / batch.totals.tokens for name, value in sums.items()}}
+        found = StepSums()
+        found.add({"loss/total": loss})
+        found.add(sums, batch.totals.tokens)
+        return found.read()
 
     @torch.no_grad()
     def examine(groups: Sequence[Group]) -> list[Metrics]:

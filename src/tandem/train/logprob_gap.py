@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tandem.errors import LogprobGap
 from tandem.types import UNKNOWN_VERSION, Metrics, MicroBatch, TokenLogprobs
@@ -56,21 +57,42 @@ class Gap:
     """The differences on a batch's tokens, by lag: how many versions ago each was sampled."""
 
     def __init__(self, by_lag: Mapping[int, GapRow] | None = None, unknown: int = 0) -> None:
-        self.by_lag = {lag: list(row) for lag, row in (by_lag or {}).items()}
-        self.unknown = unknown
+        self._by_lag = {lag: list(row) for lag, row in (by_lag or {}).items()}
+        self._unknown = unknown
+        self._unread: list[tuple[Tensor, Tensor, int]] = []
+        """Of micro-batches whose numbers are still on the device: differences, versions, the trainer's version."""
+
+    @property
+    def by_lag(self) -> Mapping[int, GapRow]:
+        self._read()
+        return self._by_lag
+
+    @property
+    def unknown(self) -> int:
         """Sampled tokens whose version is not known: nothing says what they should be compared with."""
+        self._read()
+        return self._unknown
 
     def add(self, scored: TokenLogprobs, micro: MicroBatch, version: int) -> None:
-        gap_N = (scored.logprobs_N.detach() - micro.behaviour_N).abs()
-        self.unknown += int((micro.versions_N == UNKNOWN_VERSION).sum())
-        for sampled in torch.unique(micro.versions_N[micro.versions_N >= 0]).tolist():
-            of_N = gap_N[micro.versions_N == sampled]
-            self._add(version - sampled, [of_N.sum().item(), of_N.max().item(), len(of_N)])
+        self._unread.append(((scored.logprobs_N.detach() - micro.behaviour_N).abs(), micro.versions_N, version))
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        gaps, versions, at = zip(*unread, strict=True)
+        lengths = [len(gap_N) for gap_N in gaps]
+        read = (torch.cat(each).cpu().split(lengths) for each in (gaps, versions))
+        for gap_N, versions_N, version in zip(*read, at, strict=True):
+            self._unknown += int((versions_N == UNKNOWN_VERSION).sum())
+            for sampled in torch.unique(versions_N[versions_N >= 0]).tolist():
+                of_N = gap_N[versions_N == sampled]
+                self._add(version - sampled, [of_N.sum().item(), of_N.max().item(), len(of_N)])
 
     def _add(self, lag: int, row: Sequence[float]) -> None:
-        total, most, count = self.by_lag.get(lag, (0.0, 0.0, 0))
+        total, most, count = self._by_lag.get(lag, (0.0, 0.0, 0))
         # torch's max, unlike Python's, keeps a NaN
-        self.by_lag[lag] = [total + row[0], row[1] if math.isnan(row[1]) else max(most, row[1]), count + row[2]]
+        self._by_lag[lag] = [total + row[0], row[1] if math.isnan(row[1]) else max(most, row[1]), count + row[2]]
 
     def numbers(self) -> tuple[list[tuple[int, GapRow]], int]:
         """Return all of it as plain data; `of` takes it back."""
@@ -81,7 +103,7 @@ class Gap:
         return cls(dict(numbers[0]), numbers[1])
 
     def join(self, other: Gap) -> None:
-        self.unknown += other.unknown
+        self._unknown += other.unknown
         for lag, row in other.by_lag.items():
             self._add(lag, row)
 
@@ -90,14 +112,14 @@ class MoveMeter:
     """Measures what an update moves: the mean difference of the logprobs of a micro-batch from before to after it."""
 
     def __init__(self) -> None:
-        self._kept: tuple[MicroBatch, torch.Tensor] | None = None
+        self._kept: tuple[MicroBatch, Tensor] | None = None
 
     def before(self, micro: MicroBatch, scored: TokenLogprobs) -> None:
         """Note a micro-batch of the step. The smallest one is kept, because it is computed twice."""
         if len(micro.target_N) and (self._kept is None or micro.ids_BT.numel() < self._kept[0].ids_BT.numel()):
             self._kept = micro, scored.logprobs_N.detach()
 
-    def after(self, score: Callable[[MicroBatch], torch.Tensor]) -> float:
+    def after(self, score: Callable[[MicroBatch], Tensor]) -> float:
         """Return what the update moved, in nats a token; NaN if the step had no micro-batch."""
         kept, self._kept = self._kept, None
         return math.nan if kept is None else (score(kept[0]) - kept[1]).abs().mean().item()

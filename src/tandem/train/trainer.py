@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tandem.train.kl_estimate import set_kl
 from tandem.train.logprob_gap import CalibratedLimit, Gap, GapWatch, MoveMeter
 from tandem.train.memory_accounting import MemoryBreakdown, size_bytes
 from tandem.train.no_learning_check import Guard
+from tandem.train.step_sums import StepSums
 from tandem.types import Batch, Metrics, MicroBatch, Totals, WeightKind, Weights
 
 _log = logging.getLogger(__name__)
@@ -215,8 +215,7 @@ class PolicyTrainer:
     def _forward_backward(self, batch: Batch, *, refuse_first: bool = False) -> Metrics:
         """Run forward and backward over all micro-batches. `refuse_first`: check loss and gap before each backward
         pass, because it changes weights."""
-        sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
-        gap = Gap()
+        sums, gap = StepSums(), Gap()
         computed = sum(len(micro.target_N) for micro in batch.micro if not micro.hold)
         if self._algorithm.needs_kl:
             set_kl(self._policy, [batch], **self._sampling)
@@ -225,19 +224,17 @@ class PolicyTrainer:
             loss = self._loss(micro, batch.totals, computed, sums, gap)
             if refuse_first and not micro.hold:
                 self.gap_watch.check(gap)
-                if not math.isfinite(sums["loss/total"]):
+                if not math.isfinite(sums.read()["loss/total"]):
                     break
             loss.backward()
-        return {**sums, **self.gap_watch.accept(gap)}
+        return {"loss/total": 0.0, **sums.read(), **self.gap_watch.accept(gap)}
 
-    def _loss(
-        self, micro: MicroBatch, totals: Totals, computed: int, sums: defaultdict[str, float], gap: Gap
-    ) -> Tensor:
-        """Return the loss of one micro-batch, and add its metrics to the sums. `computed`: tokens of the whole step."""
+    def _loss(self, micro: MicroBatch, totals: Totals, computed: int, sums: StepSums, gap: Gap) -> Tensor:
+        """Return the loss of one micro-batch, and add its metrics to the sums. `computed`: tokens of the whole step.
+        Nothing is read from the device, which else would wait for its next work."""
         if micro.hold:
             loss = micro.hold * self._policy.divergence(micro).sum()
-            sums["loss/held"] += loss.item()
-            sums["loss/total"] += loss.item()
+            sums.add({"loss/held": loss, "loss/total": loss})
             return loss
         if self._algorithm.needs_reference:
             micro.reference_N = self._policy.reference_logprobs(micro, **self._sampling)
@@ -247,9 +244,8 @@ class PolicyTrainer:
         if self._meter is not None:
             self._meter.before(micro, scored)
         loss, token_sums = self._algorithm.loss(scored, micro, totals)
-        sums["loss/total"] += loss.item()
-        for name, value in token_sums.items():
-            sums[name] += value / computed
+        sums.add({"loss/total": loss})
+        sums.add(token_sums, computed)
         return loss
 
     def _set_aside(self, batch: Batch, what: str) -> None:

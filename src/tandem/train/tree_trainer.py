@@ -32,6 +32,7 @@ from tandem.train.gradient_tree import (
 from tandem.train.kl_estimate import set_kl
 from tandem.train.logprob_gap import Gap, GapRow
 from tandem.train.memory_accounting import size_bytes
+from tandem.train.step_sums import StepSums
 from tandem.train.trainer import PolicyTrainer
 from tandem.types import Batch, Metrics, MicroBatch, Totals
 
@@ -83,7 +84,7 @@ class TreeTrainer(PolicyTrainer):
         """`widths`: how many micro-batches each round has; None where this rank has none and only takes part.
         `present`: of each round, which ranks have a leaf."""
         tree = TreeSum()
-        reports: list[Report] = []
+        found: list[tuple[StepSums, Gap]] = []
         ahead = iter(micros)
         for width, there in zip(widths, present, strict=True):
             self._rounds.begin(there)
@@ -94,15 +95,14 @@ class TreeTrainer(PolicyTrainer):
                 if micro is None:
                     self._take_part()
                 else:
-                    sums: defaultdict[str, float] = defaultdict(float)
-                    gap = Gap()
+                    sums, gap = StepSums(), Gap()
                     self._loss(micro, totals, computed, sums, gap).backward()
-                    reports.append({"sums": sums, "gap": gap.numbers()})
+                    found.append((sums, gap))
                 self._rounds.after(counts=micro is not None)
             tree.add(self._rounds.end())
         self._gradients = tree.take()
         self._rounds.settle()
-        return reports
+        return [{"sums": sums.read(), "gap": gap.numbers()} for sums, gap in found]
 
     def squares(self) -> Tensor:
         """Of the gradients, by which the norm is computed (row_squares)."""
