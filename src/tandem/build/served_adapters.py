@@ -12,8 +12,11 @@ from tandem.errors import RunError
 from tandem.spec.load import load_spec
 from tandem.spec.model import PathModel
 from tandem.spec.precision import PrecisionSpec
+from tandem.types import Fingerprints
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tandem.build.training import BuiltModel
     from tandem.spec.model import ModelSpec
     from tandem.spec.run import RunSpec
@@ -32,6 +35,7 @@ class ServedAdapter:
 
     tensors: Mapping[str, Any]
     config: Mapping[str, Any]
+    fingerprints: Fingerprints
 
 
 def is_adapter(directory: Path) -> bool:
@@ -50,6 +54,8 @@ def read_adapter(directory: Path) -> ServedAdapter:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    from tandem.ops import digest
+
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(directory / _WEIGHTS)
@@ -61,11 +67,12 @@ def read_adapter(directory: Path) -> ServedAdapter:
             raise RunError(
                 f"{directory}: its adapter has {field} = {found}, which is not served beside others; merge it"
             )
-    scaled = {
-        name: tensor.float() * (alpha / rank) if ".lora_B." in name else tensor.float()
-        for name, tensor in tensors.items()
-    }
-    return ServedAdapter(scaled, {"r": rank})
+
+    def scaled(name: str) -> Tensor:
+        return tensors[name].float() * (alpha / rank) if ".lora_B." in name else tensors[name].float()
+
+    made, fingerprints = digest.made_in_threads(scaled, tensors)  # the file is a mapping, and may be read only now
+    return ServedAdapter(made, {"r": rank}, fingerprints)
 
 
 def base_of_run(run_dir: Path, precision: PrecisionSpec, device: Any, max_context: int) -> BuiltModel:

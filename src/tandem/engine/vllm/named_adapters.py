@@ -87,8 +87,9 @@ def _written(
     """Write an adapter in the type that vLLM computes it in; return its fingerprints."""
     from safetensors.torch import save_file
 
-    cast = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(cast, path)
-    if expected is not None and all(cast[name] is tensor for name, tensor in tensors.items()):
+    if expected is not None and all(each.dtype == dtype and each.is_contiguous() for each in tensors.values()):
+        save_file({**tensors}, path)
         return expected
-    return digest.fingerprints(cast)
+    cast, fingerprints = digest.made_in_threads(lambda name: tensors[name].to(dtype).contiguous(), tensors)
+    save_file(cast, path)
+    return fingerprints
