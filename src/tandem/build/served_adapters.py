@@ -12,11 +12,8 @@ from tandem.errors import RunError
 from tandem.spec.load import load_spec
 from tandem.spec.model import PathModel
 from tandem.spec.precision import PrecisionSpec
-from tandem.types import Fingerprints
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tandem.build.training import BuiltModel
     from tandem.spec.model import ModelSpec
     from tandem.spec.run import RunSpec
@@ -35,7 +32,6 @@ class ServedAdapter:
 
     tensors: Mapping[str, Any]
     config: Mapping[str, Any]
-    fingerprints: Fingerprints
 
 
 def is_adapter(directory: Path) -> bool:
@@ -54,8 +50,6 @@ def read_adapter(directory: Path) -> ServedAdapter:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from tandem.ops import digest
-
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(directory / _WEIGHTS)
@@ -67,12 +61,11 @@ def read_adapter(directory: Path) -> ServedAdapter:
             raise RunError(
                 f"{directory}: its adapter has {field} = {found}, which is not served beside others; merge it"
             )
-
-    def scaled(name: str) -> Tensor:
-        return tensors[name].float() * (alpha / rank) if ".lora_B." in name else tensors[name].float()
-
-    made, fingerprints = digest.made_in_threads(scaled, tensors)  # the file is a mapping, and may be read only now
-    return ServedAdapter(made, {"r": rank}, fingerprints)
+    scaled = {
+        name: tensor.float() * (alpha / rank) if ".lora_B." in name else tensor.float()
+        for name, tensor in tensors.items()
+    }
+    return ServedAdapter(scaled, {"r": rank})
 
 
 def base_of_run(run_dir: Path, precision: PrecisionSpec, device: Any, max_context: int) -> BuiltModel:

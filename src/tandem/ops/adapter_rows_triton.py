@@ -2,8 +2,8 @@
 """The kernels of adapters in decode steps: rows of one adapter are multiplied with its matrices, a tile at a time.
 
 Which rows a tile has is read from tensors, so a CUDA graph of a step goes on to fit when rows get other adapters. The
-matrices are read once for a tile of 16 rows, in float32, whatever the model computes in. A product is the sum of three
-in TF32 (tf32x3), which has float32's precision but for the last bits. Only imported if tensors are on a GPU.
+matrices are read once for a tile of 16 rows, in float32, whatever the model computes in. Only imported if tensors are
+on a GPU.
 
 Shapes: R rows, T tiles, C slots of adapters, L layers with one input, E rank, I inputs and O outputs of a layer, P
 parts of the inputs.
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16  # of a tile: the least that a matrix unit takes
-_INPUTS, _OUTPUTS = 256, 256  # at a time
-_ENOUGH, _MOST_PARTS = 1056, 8  # programs that run at the same time on a GPU: eight on each multiprocessor
+_INPUTS, _OUTPUTS = 128, 256  # at a time
+_ENOUGH, _MOST_PARTS = 1056, 16  # programs that keep a GPU busy: eight on each multiprocessor, each of them short
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ def narrow(x_RI: Tensor, a_LCIE: Tensor, tiles: Tiles) -> Tensor:
     count = most_tiles(rows, capacity)
     assert x_RI.stride(1) == 1
     assert a_LCIE.is_contiguous()
-    parts = min(_MOST_PARTS, max(1, _ENOUGH // (count * layers)), triton.cdiv(inputs, _INPUTS))
+    wanted = triton.next_power_of_2(max(1, _ENOUGH // (count * layers)))
+    parts = min(_MOST_PARTS, wanted, triton.cdiv(inputs, _INPUTS))
     into_PLRE = x_RI.new_empty(parts, layers, rows, rank, dtype=torch.float32)
     with torch.cuda.device_of(x_RI):
         _narrow[(count, layers, parts)](
@@ -73,17 +74,16 @@ def narrow(x_RI: Tensor, a_LCIE: Tensor, tiles: Tiles) -> Tensor:
     return into_PLRE
 
 
-def add_wide(narrow_PLRE: Tensor, b_LCEO: Sequence[Tensor], outputs_LRO: Sequence[Tensor], tiles: Tiles) -> None:
-    """Add the second products to the outputs of the layers, of which there are at most three, in place."""
+def add_wide(narrow_PLRE: Tensor, at: int, b_CEO: Tensor, output_RO: Tensor, tiles: Tiles) -> None:
+    """Add the second products of the layer `at` to its output, in place."""
     parts, layers, rows, rank = narrow_PLRE.shape
-    assert all(each.is_contiguous() for each in (*b_LCEO, *outputs_LRO))
-    lacking = 3 - layers
-    sizes = [*(each.shape[2] for each in b_LCEO), *[0] * lacking]
-    with torch.cuda.device_of(narrow_PLRE):
-        _add_wide[(most_tiles(rows, len(b_LCEO[0])), sum(triton.cdiv(size, _OUTPUTS) for size in sizes))](
-            narrow_PLRE, *b_LCEO, *[b_LCEO[0]] * lacking, *outputs_LRO, *[outputs_LRO[0]] * lacking,
-            tiles.order_R, *tiles.tiles_3T,
-            NUM_ROWS=rows, OUTPUTS0=sizes[0], OUTPUTS1=sizes[1], OUTPUTS2=sizes[2], RANK=rank,
+    capacity, _, outputs = b_CEO.shape
+    assert output_RO.stride(1) == 1
+    assert b_CEO.is_contiguous()
+    with torch.cuda.device_of(output_RO):
+        _add_wide[(most_tiles(rows, capacity), triton.cdiv(outputs, _OUTPUTS))](
+            narrow_PLRE, b_CEO, output_RO, tiles.order_R, *tiles.tiles_3T,
+            output_RO.stride(0), at, NUM_ROWS=rows, OUTPUTS=outputs, RANK=rank,
             WIDE=max(16, triton.next_power_of_2(rank)), PARTS=parts, AT_ONCE=_OUTPUTS, LAYERS=layers, TILE=ROWS,
         )  # fmt: skip
 
@@ -103,7 +103,7 @@ def _narrow(
         number, step = tl.arange(0, WIDE), tl.arange(0, AT_ONCE)
         matrix = a + (layer * SLOTS + slot).to(tl.int64) * (INPUTS * RANK)
         sums = tl.zeros((TILE, WIDE), tl.float32)
-        for begin in tl.static_range(0, SHARE, AT_ONCE):
+        for begin in range(0, SHARE, AT_ONCE):
             at = part * SHARE + begin + step
             values = tl.load(
                 x + row[:, None] * x_row + at[None, :], mask=there[:, None] & (at < INPUTS)[None, :], other=0.0
@@ -112,61 +112,36 @@ def _narrow(
                 matrix + at[:, None] * RANK + number[None, :],
                 mask=(at < INPUTS)[:, None] & (number < RANK)[None, :], other=0.0,
             )  # fmt: skip
-            sums += tl.dot(values.to(tl.float32), weights, input_precision="tf32x3")
+            sums += tl.dot(values.to(tl.float32), weights, input_precision="ieee")
         place_into = into + ((part * LAYERS + layer) * NUM_ROWS + row[:, None]) * RANK + number[None, :]
         tl.store(place_into, sums, mask=there[:, None] & (number < RANK)[None, :])
 
 
 @triton.jit
 def _add_wide(
-    narrow, b0, b1, b2, output0, output1, output2, order, slots, begins, ends,
-    NUM_ROWS: tl.constexpr, OUTPUTS0: tl.constexpr, OUTPUTS1: tl.constexpr, OUTPUTS2: tl.constexpr, RANK: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, LAYERS: tl.constexpr, TILE: tl.constexpr,
+    narrow, b, output, order, slots, begins, ends, output_row, layer,
+    NUM_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr, LAYERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(0), tl.program_id(1)
-    first: tl.constexpr = (OUTPUTS0 + AT_ONCE - 1) // AT_ONCE
-    second: tl.constexpr = first + (OUTPUTS1 + AT_ONCE - 1) // AT_ONCE
     slot = tl.load(slots + tile)
     if slot >= 0:
         place = tl.load(begins + tile) + tl.arange(0, TILE)
         there = place < tl.load(ends + tile)
         row = tl.load(order + place, mask=there, other=0).to(tl.int64)
-        if block < first:
-            _add_block(
-                narrow, b0, output0, slot, row, there, block, 0, NUM_ROWS, OUTPUTS0, RANK, WIDE, PARTS, AT_ONCE, LAYERS,
-                TILE,
+        number, at = tl.arange(0, WIDE), block * AT_ONCE + tl.arange(0, AT_ONCE)
+        sums = tl.zeros((TILE, WIDE), tl.float32)
+        for part in tl.static_range(PARTS):
+            sums += tl.load(
+                narrow + ((part * LAYERS + layer) * NUM_ROWS + row[:, None]) * RANK + number[None, :],
+                mask=there[:, None] & (number < RANK)[None, :], other=0.0,
             )  # fmt: skip
-        elif block < second:
-            _add_block(
-                narrow, b1, output1, slot, row, there, block - first, 1, NUM_ROWS, OUTPUTS1, RANK, WIDE, PARTS, AT_ONCE,
-                LAYERS, TILE,
-            )  # fmt: skip
-        else:
-            _add_block(
-                narrow, b2, output2, slot, row, there, block - second, 2, NUM_ROWS, OUTPUTS2, RANK, WIDE, PARTS,
-                AT_ONCE, LAYERS, TILE,
-            )  # fmt: skip
-
-
-@triton.jit
-def _add_block(
-    narrow, b, output, slot, row, there, block, layer,
-    NUM_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-    AT_ONCE: tl.constexpr, LAYERS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    number, at = tl.arange(0, WIDE), block * AT_ONCE + tl.arange(0, AT_ONCE)
-    weights = tl.load(
-        b + slot.to(tl.int64) * (RANK * OUTPUTS) + number[:, None] * OUTPUTS + at[None, :],
-        mask=(number < RANK)[:, None] & (at < OUTPUTS)[None, :], other=0.0,
-    )  # fmt: skip
-    into = output + row[:, None] * OUTPUTS + at[None, :]
-    inside = there[:, None] & (at < OUTPUTS)[None, :]
-    before = tl.load(into, mask=inside, other=0.0).to(tl.float32)
-    sums = tl.zeros((TILE, WIDE), tl.float32)
-    for part in tl.static_range(PARTS):
-        sums += tl.load(
-            narrow + ((part * LAYERS + layer) * NUM_ROWS + row[:, None]) * RANK + number[None, :],
-            mask=there[:, None] & (number < RANK)[None, :], other=0.0,
+        weights = tl.load(
+            b + slot.to(tl.int64) * (RANK * OUTPUTS) + number[:, None] * OUTPUTS + at[None, :],
+            mask=(number < RANK)[:, None] & (at < OUTPUTS)[None, :], other=0.0,
         )  # fmt: skip
-    found = before + tl.dot(sums, weights, input_precision="tf32x3")
-    tl.store(into, found.to(output.dtype.element_ty), mask=inside)
+        into = output + row[:, None] * output_row + at[None, :]
+        inside = there[:, None] & (at < OUTPUTS)[None, :]
+        before = tl.load(into, mask=inside, other=0.0).to(tl.float32)
+        found = before + tl.dot(sums, weights, input_precision="ieee")
+        tl.store(into, found.to(output.dtype.element_ty), mask=inside)

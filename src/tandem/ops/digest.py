@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ _log = logging.getLogger(__name__)
 _MASK = 2**64 - 1
 _TEXT = "016x"
 _CHUNK = {"cpu": 2**17}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
-_THREADS = 4
 _TOGETHER = {"cuda": 2**29}  # bytes of tensors that may exist only for their digest
 _FIRST_ODD = {
     torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000, torch.float8_e5m2: 0x7C,
@@ -164,18 +162,6 @@ class RepeatedDigest:
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     numbers = pieces((name, tensor, 0, 0) for name, tensor in tensors.items())
     return dict(zip(tensors, texts(numbers), strict=True))
-
-
-def made_in_threads(make: Callable[[str], Tensor], names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Make small tensors on a CPU, and take their fingerprints, several at a time: torch has one thread for each."""
-
-    def one(name: str) -> tuple[Tensor, str]:
-        return (tensor := make(name)), text(piece(tensor, name))
-
-    with ThreadPoolExecutor(_THREADS) as threads:
-        made = {name: threads.submit(one, name) for name in names}
-        found = {name: future.result() for name, future in made.items()}
-    return {name: each for name, (each, _) in found.items()}, {name: each for name, (_, each) in found.items()}
 
 
 def fingerprinted(

@@ -119,7 +119,7 @@ class AdapterTable:
         path, version = await asyncio.to_thread(find_adapter, source)
         read = await asyncio.to_thread(served_adapters.read_adapter, path)
         await asyncio.to_thread(find_adapter, source)
-        await self._engine.put_adapter(name, read.tensors, read.config, read.fingerprints)
+        await self._engine.put_adapter(name, read.tensors, read.config)
         self._sources[name] = source
         self.models[name] = AdapterModel(self._engine, name, version)
 

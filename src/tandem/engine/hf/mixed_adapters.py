@@ -1,16 +1,15 @@
 """Serve several LoRA adapters of one base in the same forward pass: each row of a batch has one adapter, or none.
 
-The linear layers' own forward functions are replaced by ones that add the matrices' output. The matrices of all
-adapters are stacked, and those of layers with one input (q, k and v) lie side by side: their first products are one. An
-adapter is written into a free slot of the stacks, and its fingerprints are taken of that memory. Names are PEFT's, as
-in lora_hooks.py; B is scaled already.
+Forward hooks on the linear layers add the matrices' output. The matrices of all adapters are stacked, and those of
+layers with one input (q, k and v) lie side by side: their first products are one. An adapter is written into a free
+slot of the stacks, and its fingerprints are taken of that memory. Names are PEFT's, as in lora_hooks.py; B is scaled
+already.
 
 A product is computed in one of two ways:
 - grid: the rows are put into a grid of adapters, and each adapter's rows are multiplied with its matrices alone. If the
   batch is in the grid's order already, a product is one launch. Otherwise rows are gathered and added up one by one.
-- tiles: kernels for decode steps on a GPU, where launches and waiting take longer than the arithmetic: two launches for
-  the layers with one input, for any order of rows (ops/adapter_rows_triton.py). The first runs beside the layers' own
-  products, the second adds to them all. A CUDA graph of such a step serves every order, until the stacks move.
+- tiles: a kernel for decode steps on a GPU, where a launch takes longer than the arithmetic: two launches for any order
+  of rows (ops/adapter_rows_triton.py). A CUDA graph of such a step serves every order, until the stacks move.
 
 Shapes: R rows of a batch, T tokens of a row, K adapters in a batch, M most rows of one of them, C slots of the stacks,
 L layers with one input, E rank of the stacks, I inputs and O outputs of a layer.
@@ -18,7 +17,7 @@ L layers with one input, E rank of the stacks, I inputs and O outputs of a layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -41,7 +40,6 @@ class _Group:
     adapter without a layer."""
 
     owners: tuple[str, ...]
-    layers: list[torch.nn.Linear]
     a_LCIE: Tensor
     b_LCEO: list[Tensor]
     chosen: tuple[int, ...] = ()
@@ -87,8 +85,7 @@ class MixedAdapters:
         self.moved = 0
         """How often the stacks were replaced."""
         self._slots: dict[str, int] = {}
-        self._beside: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        """The stream of the first products of tiles."""
+        self._hooks: list[Any] = []
         self._plan: _Plan | None = None
         self._group: _Group | None = None
         self._input: Tensor | None = None
@@ -96,8 +93,8 @@ class MixedAdapters:
         self._a_L: Sequence[Tensor] = ()
         self._b_L: Sequence[Tensor] = ()
         self._grid: Any = None
-        self._outputs: list[Tensor] = []
-        """For tiles: of each layer, the adapters added."""
+        self._narrow: Any = None
+        """For tiles: the first products."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,9 +116,8 @@ class MixedAdapters:
         owners = {_owner(key) for key in tensors}
         free = self._free_slot(owners, rank := int(config["r"]))
         views = self._views(tensors, free, rank)
-        parts = _at_once([tensors[key] for key in views], self._device)
-        for view, part in zip(views.values(), parts, strict=True):
-            view.copy_(part)
+        for key, view in views.items():
+            view.copy_(tensors[key], non_blocking=True)
         found, not_finite = all_at_once(views.items())
         try:
             if not_finite:
@@ -177,7 +173,6 @@ class MixedAdapters:
             inputs, num = layers[0].in_features, len(layers)
             group = _Group(
                 together,
-                layers,
                 self._zeros(num, capacity, inputs, rank),
                 [self._zeros(capacity, rank, layer.out_features) for layer in layers],
             )
@@ -188,10 +183,12 @@ class MixedAdapters:
                     group.a_LCIE[at, : old.capacity, :, : old.rank] = theirs.a_LCIE[there]
                     group.b_LCEO[at][: old.capacity, : old.rank] = theirs.b_LCEO[there]
             self._stacks.groups.append(group)
-        for owner, (group, at) in self._stacks.places.items():
-            layer = self._checks.layer(owner)
-            base = partial(type(layer).forward, layer)
-            vars(layer)["forward"] = partial(self._forward, owner, group, at, base)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            self._checks.layer(owner).register_forward_hook(partial(self._add, owner, group, at))
+            for owner, (group, at) in self._stacks.places.items()
+        ]
         self._plan = None
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -236,69 +233,56 @@ class MixedAdapters:
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
 
-    def _forward(self, owner: str, group: _Group, at: int, base: Callable[[Tensor], Tensor], x_RTI: Tensor) -> Tensor:
+    def _add(
+        self, owner: str, group: _Group, at: int, _layer: Any, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
         if (plan := self._plan) is None:
-            return base(x_RTI)
-        if self._input is not x_RTI or self._group is not group:
-            if x_RTI.dim() != 3 or x_RTI.shape[0] != len(plan.names_R):
+            return output
+        if self._input is not inputs[0] or self._group is not group:
+            if (x_RTI := inputs[0]).dim() != 3 or x_RTI.shape[0] != len(plan.names_R):
                 raise EngineError(
                     f"adapter: '{owner}' does not see the rows of the batch, so it cannot tell them apart"
                 )
             self._input, self._group = x_RTI, group
-            if plan.by_tiles:
-                self._outputs = self._by_tiles(group, x_RTI)
-            else:
-                self._first(plan, group, x_RTI)
+            self._first(plan, group, x_RTI)
         if plan.by_tiles:
-            return self._outputs[at]
-        return self._second(plan, at, base(x_RTI))
-
-    def _by_tiles(self, group: _Group, x_RTI: Tensor) -> list[Tensor]:
-        """Compute the outputs of all layers of a group."""
-        x_RI = x_RTI.reshape(-1, x_RTI.shape[2])
-        here = torch.cuda.current_stream(self._device) if self._beside else None
-        if here:
-            self._beside.wait_stream(here)
-        with torch.cuda.stream(self._beside):
-            narrow = self._kernels.narrow(x_RI, group.a_LCIE, self._tiles)
-        outputs = [type(layer).forward(layer, x_RTI) for layer in group.layers]
-        if here:
-            here.wait_stream(self._beside)
-        self._kernels.add_wide(narrow, group.b_LCEO, [each.view(len(x_RI), -1) for each in outputs], self._tiles)
-        return outputs
+            size = output.shape[-1]
+            self._kernels.add_wide(self._narrow, at, group.b_LCEO[at], output.view(-1, size), self._tiles)
+            return output
+        if output.dtype == self._stacks.dtype:
+            self._second(plan, at, output)
+            return output
+        self._second(plan, at, added := torch.zeros_like(output, dtype=self._stacks.dtype))
+        return output + added.to(output.dtype)
 
     def _first(self, plan: _Plan, group: _Group, x_RTI: Tensor) -> None:
-        """Compute what all layers of a group share in the grid."""
+        """Compute what all layers of a group share."""
         inputs = x_RTI.shape[2]
+        if plan.by_tiles:
+            self._narrow = self._kernels.narrow(x_RTI.reshape(-1, inputs), group.a_LCIE, self._tiles)
+            return
         self._a_L, self._b_L = self._some(group, plan.slots)
         grid = x_RTI.to(self._stacks.dtype)
         grid = grid if plan.rows_KM is None else grid[plan.rows_KM]
         self._grid = grid.reshape(len(plan.slots), -1, inputs)
 
-    def _second(self, plan: _Plan, at: int, output: Tensor) -> Tensor:
-        """Add a layer's adapters to its output, in place, and in the stacks' precision."""
-        narrow, b_KEO, size = torch.bmm(self._grid, self._a_L[at]), self._b_L[at], output.shape[-1]
-        is_narrower = output.dtype != self._stacks.dtype
-        if plan.targets is None and not is_narrower:
-            output.view(len(plan.slots), -1, size).baddbmm_(narrow, b_KEO)
-            return output
-        wide = torch.bmm(narrow, b_KEO)
+    def _second(self, plan: _Plan, at: int, output: Tensor) -> None:
+        """Add a layer's adapters to its output, in place."""
+        size = output.shape[-1]
+        narrow = torch.bmm(self._grid, self._a_L[at])
         if plan.targets is None:
-            return output.add_(wide.view(output.shape))
-        wide = wide.view(-1, *output.shape[1:])
-        wide = wide if plan.filled is None else wide[plan.filled]
-        if is_narrower:
-            return output.add_(torch.zeros_like(output, dtype=wide.dtype).index_add_(0, plan.targets, wide))
-        return output.index_add_(0, plan.targets, wide)
+            output.view(len(plan.slots), -1, size).baddbmm_(narrow, self._b_L[at])
+            return
+        wide = torch.bmm(narrow, self._b_L[at]).view(-1, *output.shape[1:])
+        output.index_add_(0, plan.targets, wide if plan.filled is None else wide[plan.filled])
 
     def _some(self, group: _Group, slots: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the matrices of the adapters in a batch: where they lie if their slots are neighbours. Copies are kept
-        until a batch has others."""
+        """Return the matrices of the adapters in a batch. Copies are kept until a batch has others."""
         if group.some is None or group.chosen != slots:
             a_LCIE, b_LCEO = [*group.a_LCIE.unbind()], group.b_LCEO
-            first, last = slots[0], slots[-1] + 1
-            chosen = slice(first, last) if slots == tuple(range(first, last)) else self._tensor(slots)
-            a_LCIE, b_LCEO = ([matrix[chosen] for matrix in side] for side in (a_LCIE, b_LCEO))
+            if slots != tuple(range(self._stacks.capacity)):
+                chosen = self._tensor(slots)
+                a_LCIE, b_LCEO = ([matrix[chosen] for matrix in side] for side in (a_LCIE, b_LCEO))
             group.chosen, group.some = slots, (a_LCIE, b_LCEO)
         return group.some
 
@@ -310,16 +294,6 @@ def _kernels(device: torch.device) -> Any:
     from tandem.ops import adapter_rows_triton
 
     return adapter_rows_triton
-
-
-def _at_once(tensors: Sequence[Tensor], device: torch.device) -> Iterable[Tensor]:
-    """Copy tensors of one type to a device, in one piece: hundreds of small copies take longer than their bytes."""
-    sizes = [each.numel() for each in tensors]
-    pin = device.type == "cuda" and tensors[0].device.type == "cpu"
-    flat = torch.empty(sum(sizes), dtype=tensors[0].dtype, device=tensors[0].device, pin_memory=pin)
-    torch.cat([each.reshape(-1) for each in tensors], out=flat)
-    pieces = flat.to(device, non_blocking=True).split(sizes)
-    return (piece.view(each.shape) for piece, each in zip(pieces, tensors, strict=True))
 
 
 def _owner(key: str) -> str:

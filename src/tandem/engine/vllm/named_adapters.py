@@ -87,9 +87,8 @@ def _written(
     """Write an adapter in the type that vLLM computes it in; return its fingerprints."""
     from safetensors.torch import save_file
 
-    if expected is not None and all(each.dtype == dtype and each.is_contiguous() for each in tensors.values()):
-        save_file({**tensors}, path)
-        return expected
-    cast, fingerprints = digest.made_in_threads(lambda name: tensors[name].to(dtype).contiguous(), tensors)
+    cast = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_file(cast, path)
-    return fingerprints
+    if expected is not None and all(cast[name] is tensor for name, tensor in tensors.items()):
+        return expected
+    return digest.fingerprints(cast)
