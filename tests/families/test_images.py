@@ -11,6 +11,7 @@ import torch
 from family_images import as_png, shown, transformers_answer
 from PIL import Image
 
+import tandem
 from tandem.build import training
 from tandem.errors import ImageError, SpecError
 from tandem.io.image_store import ImageStore
@@ -129,6 +130,10 @@ def test_what_does_not_support_images_is_refused_by_name(bench: suite.Bench):
     ):
         with pytest.raises(SpecError, match=said):
             training.run_model(parse_spec({**rl, **beside}), None, bench.place / "images")
+    beside = {"engine": {"kind": "server"}, "sync": {"bridge": "broadcast"}, "parallel": {"ranks": 2}}
+    with pytest.raises(SpecError, match=r"(?s)set parallel.ranks = 1\n.*choose 'vllm', or 'hf' without \[sync\]"):
+        tandem.run({**rl, **beside}, bench.place / "run")
+    assert not (bench.place / "run").exists()  # refused before anything is loaded or started
 
 
 def test_an_image_that_the_processor_refuses_is_named(bench: suite.Bench):

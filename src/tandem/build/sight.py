@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import SpecError
-from tandem.spec.model import ModelSpec, PresetModel
+from tandem.runs.planner.model_shape import NoPlan, read_config
+from tandem.spec.model import SEEING, ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -39,19 +41,42 @@ def of_model(
     return source, files
 
 
+def sees_images(spec: RunSpec) -> bool:
+    """Return whether the run's model sees, from its config alone."""
+    if isinstance(spec.model, PresetModel):
+        return False
+    with suppress(NoPlan):  # its loader says what is wrong with the config
+        return read_config(spec.model.path, spec.model.revision).get("model_type") == SEEING
+    return False
+
+
+def refuse_early(spec: RunSpec) -> None:
+    """Raise the same SpecError as `refuse_unsupported` before the model is loaded."""
+    if sees_images(spec):
+        refuse_unsupported(spec)
+
+
 def refuse_unsupported(spec: RunSpec) -> None:
-    """Raise SpecError for what does not support a model that sees images."""
-    kind = getattr(spec.algorithm, "kind", "")
+    """Raise SpecError for all that does not support a model that sees images."""
+    kind, found = getattr(spec.algorithm, "kind", ""), list[str]()
     if kind in ("distill", "kto"):
-        raise SpecError(
+        found.append(
             f"algorithm.kind = '{kind}': does not support a model that sees images; choose another algorithm, or a "
             "model of text"
         )
-    if isinstance(spec, RlSpec) and spec.engine.kind in ("server", "remote"):
-        raise SpecError(
-            f"engine.kind = '{spec.engine.kind}': takes no images of a model that sees; choose 'hf' or 'vllm'"
+    if spec.parallel.ranks > 1:
+        found.append(
+            f"parallel.ranks = {spec.parallel.ranks}: a model that sees images is trained by one process; set "
+            "parallel.ranks = 1"
         )
-    if isinstance(spec, RlSpec) and spec.sync.traits.shares_memory:
-        raise SpecError(
+    if isinstance(spec, RlSpec) and spec.engine.kind in ("server", "remote"):
+        found.append(
+            f"engine.kind = '{spec.engine.kind}': takes no images of a model that sees; choose 'vllm', or 'hf' without "
+            "[sync]"
+        )
+    elif isinstance(spec, RlSpec) and spec.sync.traits.shares_memory:
+        found.append(
             f"sync.bridge = '{spec.sync.bridge}': does not support a model that sees images; set sync.bridge = 'disk'"
         )
+    if found:
+        raise SpecError("\n".join(found))

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.spec.model import SEEING
+
 if TYPE_CHECKING:
     from tandem.protocols import ImageSource
 
 CACHE_MIB = 512
 TOWER = r".*\bvisual\..*"
 """A regular expression for the names of its modules."""
-_SEEING = "qwen3_vl"
-"""The model type whose images are supported."""
 
 
 def sees(config: Any) -> bool:
     """Return whether a model of this config can be given images."""
-    return config.model_type == _SEEING
+    return config.model_type == SEEING
 
 
 def freeze_tower(module: Any) -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tandem.build import sight
 from tandem.build.this_machine import refuse_no_vllm, this_machine
 from tandem.data.file_rows import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
@@ -87,6 +88,7 @@ def run(
         _check_own_code(spec)
         played = _environment(spec, packages)
         spec, chosen = choose(spec, this_machine(spec.device))
+        sight.refuse_early(spec)
         directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
         begin(directory, to_toml(spec), None if packages is None else packages.directory)
         lease = DirectoryLease(directory)
@@ -149,6 +151,7 @@ def resume(
             objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
             with own_code.session(objects.by_name()):
                 try:
+                    sight.refuse_early(spec)
                     check_same(spec, objects)
                     _check_own_code(spec)
                     with ready_packages(spec, directory) as packages:
