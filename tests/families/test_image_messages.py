@@ -19,7 +19,7 @@ from PIL import Image, ImageColor
 
 from tandem.data.conversation import BadRow, located, parse_row
 from tandem.data.load import load_rows
-from tandem.data.preference_pairs import parse_pair
+from tandem.data.preference_pairs import load_pairs, parse_pair
 from tandem.env.builtin.count import Count
 from tandem.env.human_player import try_environment
 from tandem.env.prompts.environment import Prompts
@@ -286,13 +286,18 @@ def test_a_row_with_what_is_not_taken_is_refused_with_its_line(store, tmp_path, 
     assert "rows.jsonl:1" in str(error.value)
 
 
-def test_only_sft_and_prompts_read_images_and_a_data_set_no_path():
+def test_only_sft_and_prompts_read_images_and_a_data_set_no_path(tmp_path):
     asked = user({"type": "image", "path": "cat.png"}, "What is it?")
-    with pytest.raises(BadRow, match="prompt: content is not text"):
+    only = "a message has an image, and only recipe = 'sft' and recipe = 'rl' train on images"
+    with pytest.raises(BadRow, match=f"prompt: {only}"):
         parse_pair({"prompt": [asked], "chosen": "yes", "rejected": "no"})
-    with pytest.raises(BadRow, match="content is not text"):
+    with pytest.raises(BadRow, match=only):
         parse_row({"messages": [asked, assistant("yes")]})
     found = parse_row({"messages": [asked, assistant("yes")]}, images=True)
+    pairs = rows_of(tmp_path / "pairs.jsonl", {"prompt": [asked], "chosen": "yes", "rejected": "no"})
+    with pytest.raises(DataError, match=only) as error:
+        load_pairs(pairs)
+    assert "say which column holds what" not in str(error.value)
     assert located(found, Path("/rows"))[0]["content"][0] == {"type": "image", "path": "/rows/cat.png"}
     with pytest.raises(BadRow, match="an image by its path, which only a file can have"):
         located(found, None)

@@ -462,10 +462,10 @@ def rows(spec: FileOrDataset, field: str) -> DataSplit[Conversation]:
     return load_rows(spec, field)
 
 
-def pairs(spec: FileOrDataset, field: str) -> DataSplit[Pair]:
+def pairs(spec: FileOrDataset, field: str, *, sees: bool = False) -> DataSplit[Pair]:
     from tandem.data.preference_pairs import load_pairs
 
-    return load_pairs(spec, field)
+    return load_pairs(spec, field, sees=sees)
 
 
 def rated(spec: FileOrDataset, field: str) -> DataSplit[Rated]:
