@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import io
 import json
 import struct
@@ -37,6 +38,7 @@ from tandem.rollout.teacher import ServedTeacher
 from tandem.rollout.wire.codec import encode
 from tandem.spec.data import FileData
 from tandem.text.renderer import Renderer
+from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Outcome, PlacedImage, Sampling, Span, Task, Trajectory, text_of
 
 TOKENIZER = seeing_tokenizer()
@@ -125,13 +127,20 @@ def test_text_that_writes_the_mark_of_an_image_is_refused_by_name(store, mark):
     ]
     for messages in forged:
         kept = interned(messages, store, "a test")
-        with pytest.raises(ImageError, match=f"the text of a message has {mark[:-1]}".replace("|", r"\|")):
+        with pytest.raises(ImageError, match=f"the text has {mark[:-1]}".replace("|", r"\|")):
             renderer.prompt(kept)
     with pytest.raises(ImageError, match="stands for an image"):
         renderer.glue([{"role": "user", "content": mark}], renderer.end_id)
     with pytest.raises(ImageError, match="stands for an image"):
         renderer.conversation([{"role": "user", "content": "?"}, assistant(mark)])
-    assert VIDEO in renderer.encode("<|video_pad|>")  # typed text is encoded as the mark
+    assert VIDEO in TOKENIZER.encode("<|video_pad|>")  # typed text is encoded as the mark
+    blind = Renderer(TOKENIZER)
+    for refuses in (renderer.encode, blind.encode, lambda text: blind.prompt([{"role": "user", "content": text}])):
+        with pytest.raises(ImageError, match="stands for an image"):  # without images of a run, too
+            refuses(f"look {mark} here")
+    plain = copy.deepcopy(TOKENIZER)
+    plain.chat_template = byte_tokenizer().chat_template
+    assert PAD in Renderer(plain).encode("<|image_pad|>")  # of a model of text: its template writes none
 
 
 def test_a_model_of_text_refuses_an_image_and_so_does_a_template_that_drops_it(store):
