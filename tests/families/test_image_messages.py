@@ -10,6 +10,7 @@ import json
 import struct
 import zlib
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tandem.env.builtin.count import Count
 from tandem.env.human_player import try_environment
 from tandem.env.prompts.environment import Prompts
 from tandem.env.worker_messages import FROM_EPISODE
-from tandem.errors import DataError, GroupRefused, ImageError
+from tandem.errors import DataError, EpisodeFailed, GroupRefused, ImageError
 from tandem.io.image_parts import interned, portable
 from tandem.io.image_store import MOST_BYTES, ImageStore, opened
 from tandem.io.kept_samples import KeptSamples, samples
@@ -461,13 +462,23 @@ def test_counts_answer_is_how_many_cells_of_its_image_have_the_shape(store, tmp_
         answers.add(task.payload["answer"])
     assert answers == {0, 1, 2, 3, 4}
     assert len({task.id for task in tasks}) == len(tasks)
-    told = list[str]()
-    outcome = try_environment(
-        "count",
-        {"grid": 3, "cell": 16, "most": 4, "images": 60},
-        ask=lambda _: "none",
+    told, shown = list[str](), list[Path]()
+
+    def answer(_: str) -> str:
+        shown.append(Path(told[0].split("> ")[1]))
+        assert opened(shown[-1].read_bytes()).size == (48, 48)
+        if len(shown) == 2:
+            raise EOFError
+        return "none"
+
+    tried = partial(
+        try_environment, "count", {"grid": 3, "cell": 16, "most": 4, "images": 60}, ask=answer,
         tell=lambda each: told.append(str(each)),
-    )
-    assert outcome.reward == 0.0
-    assert opened(Path(told[0].split("> ")[1]).read_bytes()).size == (48, 48)
+    )  # fmt: skip
+    assert tried().reward == 0.0
     assert told[1].startswith("     user> [image ")
+    told.clear()
+    with pytest.raises(EpisodeFailed, match="the input ended"):
+        tried()
+    assert len({each.parent for each in shown}) == 2
+    assert not any(each.parent.exists() for each in shown)

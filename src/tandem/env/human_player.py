@@ -6,6 +6,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,14 @@ class HumanChat:
     def __init__(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
         self._ask = ask
         self._tell = tell
-        self._images: Path | None = None
+        self._images: tempfile.TemporaryDirectory[str] | None = None
         """Where images are, for the person to open."""
         self._offers = False
+
+    def close(self) -> None:
+        """Remove the images."""
+        if self._images is not None:
+            self._images.cleanup()
 
     def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._offers = True
@@ -44,11 +50,12 @@ class HumanChat:
         for message in messages:
             spoken: Message = {"role": "user", "content": message} if isinstance(message, str) else message
             if has_images([spoken]):
-                self._images = self._images or Path(tempfile.mkdtemp(prefix="tandem-images-"))
-                (spoken,) = interned([spoken], ImageStore(self._images), "the message")
+                self._images = self._images or tempfile.TemporaryDirectory(prefix="tandem-images-")
+                directory = Path(self._images.name)
+                (spoken,) = interned([spoken], ImageStore(directory), "the message")
                 digests = [part["image"].removeprefix(SCHEME) for part in spoken["content"] if part["type"] == "image"]
                 for digest in digests:
-                    self._tell(f"{'image':>9}> {self._images / digest}")
+                    self._tell(f"{'image':>9}> {directory / digest}")
             self._tell(f"{spoken['role']:>9}> {text_of(spoken['content'])}")
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ScriptedReply:
@@ -100,9 +107,9 @@ def try_environment(
     tasks = environment.tasks(split)
     if not 0 <= index < len(tasks):
         raise SpecError(f"index = {index}: '{split}' of '{name}' has tasks 0 to {len(tasks) - 1}")
-    chat = HumanChat(ask, tell)
-    chat.say(*tasks[index].messages)
-    outcome = asyncio.run(environment.run(tasks[index], chat))
+    with closing(HumanChat(ask, tell)) as chat:
+        chat.say(*tasks[index].messages)
+        outcome = asyncio.run(environment.run(tasks[index], chat))
     reward, metrics = checked(tasks[index].id, outcome)
     told = "".join(f"  {key} {value:g}" for key, value in metrics.items())
     tell(f"{'reward':>9}> {reward:g}{told}")
