@@ -29,7 +29,7 @@ from tandem.types import Batch, Group, Metrics, Trajectory
 
 if TYPE_CHECKING:
     from tandem.data.conversation import Conversation
-    from tandem.data.load import DataSplit
+    from tandem.data.load import DataSplit, KeepImages
     from tandem.data.preference_pairs import Pair
     from tandem.data.rated_answers import Rated
     from tandem.env.installed import InstalledPackages
@@ -456,10 +456,10 @@ def _seen(
 FileOrDataset = FileData | DatasetData
 
 
-def rows(spec: FileOrDataset, field: str) -> DataSplit[Conversation]:
+def rows(spec: FileOrDataset, field: str, keep_images: KeepImages | None = None) -> DataSplit[Conversation]:
     from tandem.data.load import load_rows
 
-    return load_rows(spec, field)
+    return load_rows(spec, field, keep_images)
 
 
 def pairs(spec: FileOrDataset, field: str, *, sees: bool = False) -> DataSplit[Pair]:

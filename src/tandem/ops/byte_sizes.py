@@ -34,6 +34,10 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
     context: int = 0
+    tower: int = 0
+    """Parameters of a frozen vision tower beside the decoder."""
+    pixels: int = 0
+    """The side of the square of an image that becomes a token."""
 
     @property
     def query(self) -> int:
@@ -82,8 +86,17 @@ class ModelShape:
 
     @property
     def total(self) -> int:
+        """Return the number of the decoder's parameters, which is what can be trained."""
         return sum(self.numbers.values())
 
+    @property
+    def held(self) -> int:
+        """Return the number of all parameters that a copy of the model has in memory or in a file."""
+        return self.total + self.tower
+
+
+IMAGE_CACHE_BYTES = 2**29
+"""Of what a vision tower makes of images, kept on its device."""
 
 # --- optimizers
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.ops.byte_sizes import IMAGE_CACHE_BYTES
 from tandem.spec.model import SEEING
 
 if TYPE_CHECKING:
     from tandem.protocols import ImageSource
 
-CACHE_MIB = 512
 TOWER = r".*\bvisual\..*"
 """A regular expression for the names of its modules."""
 
@@ -48,12 +48,12 @@ class Features(NamedTuple):
 class Vision:
     """The frozen vision tower of one module. Threads may share it."""
 
-    def __init__(self, module: Any, images: ImageSource, cache_mib: float = CACHE_MIB) -> None:
+    def __init__(self, module: Any, images: ImageSource, cache_bytes: int = IMAGE_CACHE_BYTES) -> None:
         self.images = images
         self.merge: int = module.config.vision_config.spatial_merge_size
         """The side of a square of patches that becomes one token."""
         self._body = module.base_model
-        self._limit = int(cache_mib * 2**20)
+        self._limit = cache_bytes
         self._kept, self._kept_bytes = OrderedDict[str, Features](), 0
         self._lock = Lock()
         self._check_frozen()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.build import training
+from tandem.build import sight, training
 from tandem.build.this_machine import vllm_installed
 from tandem.errors import SpecError
 from tandem.io import atomic_write
@@ -44,6 +44,7 @@ def plan_run(
     target = machine(gpu, memory_gib)
     there = Hardware("cuda" if target.on_gpu else "cpu", target.kind, target.memory_gib, vllm=vllm_installed())
     spec, chosen = choose(spec, there)
+    sight.refuse_early(spec)
     lengths_given = prompt_tokens or row_tokens
     planned = plans.plan_run(
         spec,
