@@ -215,7 +215,7 @@ def test_a_plan_reads_the_text_of_rows_and_says_what_it_does_not_know_of_images(
     of_run = {"recipe": "sft", "model": {"path": str(bench.path)}, "train": {"steps": 1, "lr": 1e-4}}
     spec = parse_spec({**of_run, "data": {"kind": "file", "path": str(rows), "eval_share": 0.0}})
     text = plan_text(tandem.plan_run(spec, gpu="cpu"))
-    assert "4 rows were read: sequences have 22 to 22 tokens" in text
+    assert "4 rows were read: sequences have 32 to 32 tokens" in text
     assert "a plan does not know how many images there are, and how large: each adds a token for every 16 x 16" in text
     with pytest.raises(SpecError, match="trained by one process"):
         tandem.plan_run(spec.model_copy(update={"parallel": ParallelSpec(ranks=2)}), gpu="cpu")

@@ -86,12 +86,11 @@ class ModelShape:
 
     @property
     def total(self) -> int:
-        """Return the number of the decoder's parameters, which is what can be trained."""
         return sum(self.numbers.values())
 
     @property
     def held(self) -> int:
-        """Return the number of all parameters that a copy of the model has in memory or in a file."""
+        """Return the number of all parameters, those of the tower among them."""
         return self.total + self.tower
 
 

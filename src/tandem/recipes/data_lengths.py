@@ -5,10 +5,10 @@ Only the first rows of a large data set are read, so that a plan takes seconds. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from tandem.build import standalone_engines, training
 from tandem.data.conversation import Conversation
@@ -25,7 +25,7 @@ from tandem.runs.planner.model_shape import NoPlan, read_shape
 from tandem.spec.data import DatasetData
 from tandem.spec.environment import PROMPTS
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
-from tandem.types import Group, Message
+from tandem.types import Group, Message, text_of
 
 _ROWS, _CHARACTERS, _PROMPTS = 2000, 4_000_000, 256
 """Most rows, characters and prompts to read."""
@@ -77,7 +77,7 @@ def _row_lengths(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
         pairs = training.pairs(bounded, "data")
         read, groups = pairs.report.read, _measured(pairs.train, pair, most)
     else:
-        rows = training.rows(bounded, "data", _without_images)
+        rows = training.rows(bounded, "data", _as_text)
         read, groups = rows.report.read, _measured(rows.train, example, most)
     if not groups:
         raise DataError(f"data: no row has at most {most:,} tokens")
@@ -133,16 +133,9 @@ def _prompt_lengths(spec: RlSpec, environment: Environment) -> Lengths:
         step = max(1, len(tasks) // _PROMPTS)
         chosen = [tasks[index] for index in range(0, len(tasks), step)]
     renderer = standalone_engines.renderer(spec.model)
-    return Lengths("", prompts=[len(renderer.prompt(_without_images(task.messages))) for task in chosen])
+    return Lengths("", prompts=[len(renderer.prompt(_as_text(task.messages))) for task in chosen])
 
 
-def _without_images(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages with their text alone: what an image adds is not known before a model's processor has it."""
-
-    def text(content: Any) -> Any:
-        if not isinstance(content, list | tuple):
-            return content
-        parts: list[Any] = [*cast("Sequence[Any]", content)]
-        return "".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and part.get("type") == "text")
-
-    return tuple({**message, "content": text(message.get("content"))} for message in messages)
+def _as_text(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages with a few letters for each image, whose tokens only the model's processor knows."""
+    return tuple({**message, "content": text_of(message.get("content"))} for message in messages)

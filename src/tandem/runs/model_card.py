@@ -72,8 +72,8 @@ def _head(spec: dict[str, Any], kind: str, sees: bool) -> str:
     base = spec["model"].get("path", "")
     if base and not Path(base).is_absolute() and not Path(base).exists():  # do not publish a path of this machine
         lines.append(f"base_model: {json.dumps(base)}")
-    scores = spec.get("algorithm", {}).get("kind") == "reward_model"
-    task = "text-classification" if scores else "image-text-to-text" if sees else "text-generation"
+    task = "image-text-to-text" if sees else "text-generation"
+    task = "text-classification" if spec.get("algorithm", {}).get("kind") == "reward_model" else task
     return "\n".join([*lines, f"pipeline_tag: {task}", f"tags: [tandem-rl, {spec['recipe']}]", "---"])
 
 

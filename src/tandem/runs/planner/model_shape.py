@@ -106,12 +106,10 @@ def _tower(vision: Mapping[str, Any]) -> int:
     output and for each layer that goes deeper into the decoder."""
     width, wide, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    block = 4 * width * (width + 1) + 4 * width + wide * (2 * width + 1) + width
+    block = 4 * width * (width + 1) + wide * (2 * width + 1) + 5 * width
     merged, deep = width * vision["spatial_merge_size"] ** 2, len(vision["deepstack_visual_indexes"])
-    merger = merged * (merged + 1) + out * (merged + 1)
-    norms = 2 * width + deep * 2 * merged
-    places = vision["num_position_embeddings"] * width
-    return width * (patch + 1) + places + vision["depth"] * block + (1 + deep) * merger + norms
+    mergers = (1 + deep) * (merged + out) * (merged + 1) + 2 * width + deep * 2 * merged
+    return width * (patch + 1 + vision["num_position_embeddings"]) + vision["depth"] * block + mergers
 
 
 def trained_tensors(shape: ModelShape, lora: LoraSpec | None) -> list[tuple[Dims, bool]]:
