@@ -217,9 +217,9 @@ def test_a_plan_reads_the_text_of_rows_and_says_what_it_does_not_know_of_images(
     text = plan_text(tandem.plan_run(spec, gpu="cpu"))
     assert "4 rows were read: sequences have 32 to 32 tokens" in text
     assert "a plan does not know how many images there are, and how large: each adds a token for every 16 x 16" in text
-    with pytest.raises(SpecError, match="trained by one process"):
+    with pytest.raises(SpecError, match="one process trains"):
         tandem.plan_run(spec.model_copy(update={"parallel": ParallelSpec(ranks=2)}), gpu="cpu")
     large = parse_spec({**of_run, "data": {"kind": "file", "path": str(rows)}})
     small = plan_run(large, gpu="4090", memory_gib=1.0, row_tokens=2048)
     assert (small.fits, small.ranks_that_fit) == (False, {})
-    assert small.why_no_ranks == "a model that sees images is trained by one process"
+    assert small.why_no_ranks == "one process trains a model that sees images"

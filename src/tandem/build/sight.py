@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tandem.errors import SpecError
 from tandem.runs.planner.model_shape import NoPlan, read_config
+from tandem.spec import hardware
+from tandem.spec.hardware import Hardware, HardwareChoice
 from tandem.spec.model import SEEING, ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, RunSpec
 
@@ -50,33 +52,25 @@ def sees_images(spec: RunSpec) -> bool:
     return False
 
 
-def refuse_early(spec: RunSpec) -> None:
-    """Raise the same SpecError as `refuse_unsupported` before the model is loaded."""
-    if sees_images(spec):
-        refuse_unsupported(spec)
+def choose(spec: RunSpec, machine: Hardware) -> tuple[RunSpec, list[HardwareChoice]]:
+    """Choose what the spec leaves out. SpecError for what does not support its model, before anything is loaded."""
+    sees = sees_images(spec)
+    found = hardware.choose(spec, machine, sees=sees)
+    if sees:
+        refuse_unsupported(found[0])
+    return found
 
 
 def refuse_unsupported(spec: RunSpec) -> None:
     """Raise SpecError for all that does not support a model that sees images."""
-    kind, found = getattr(spec.algorithm, "kind", ""), list[str]()
+    kind, ranks, found = getattr(spec.algorithm, "kind", ""), spec.parallel.ranks, list[str]()
     if kind in ("distill", "kto"):
-        found.append(
-            f"algorithm.kind = '{kind}': does not support a model that sees images; choose another algorithm, or a "
-            "model of text"
-        )
-    if spec.parallel.ranks > 1:
-        found.append(
-            f"parallel.ranks = {spec.parallel.ranks}: a model that sees images is trained by one process; set "
-            "parallel.ranks = 1"
-        )
-    if isinstance(spec, RlSpec) and spec.engine.kind in ("server", "remote"):
-        found.append(
-            f"engine.kind = '{spec.engine.kind}': takes no images of a model that sees; choose 'vllm', or 'hf' without "
-            "[sync]"
-        )
+        found.append(f"algorithm.kind = '{kind}': does not support a model that sees images; choose another one")
+    if ranks > 1:
+        found.append(f"parallel.ranks = {ranks}: one process trains a model that sees images; set parallel.ranks = 1")
+    if isinstance(spec, RlSpec) and (engine := spec.engine.kind) in ("server", "remote"):
+        found.append(f"engine.kind = '{engine}': takes no images; choose 'vllm', or 'hf' without [sync]")
     elif isinstance(spec, RlSpec) and spec.sync.traits.shares_memory:
-        found.append(
-            f"sync.bridge = '{spec.sync.bridge}': does not support a model that sees images; set sync.bridge = 'disk'"
-        )
+        found.append("sync.bridge = 'shared': does not support a model that sees images; set sync.bridge = 'disk'")
     if found:
         raise SpecError("\n".join(found))

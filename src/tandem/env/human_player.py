@@ -6,7 +6,6 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,14 @@ from tandem.types import Message, Outcome, text_of
 class HumanChat:
     """A Chat whose replies a person types."""
 
-    def __init__(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
+    def __init__(
+        self, ask: Callable[[str], str], tell: Callable[[str], object], images: ImageStore | None = None
+    ) -> None:
+        """`images`: where the person can open them; None refuses them."""
         self._ask = ask
         self._tell = tell
-        self._images: tempfile.TemporaryDirectory[str] | None = None
-        """Where images are, for the person to open."""
+        self._images = images
         self._offers = False
-
-    def close(self) -> None:
-        """Remove the images."""
-        if self._images is not None:
-            self._images.cleanup()
 
     def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._offers = True
@@ -50,12 +46,11 @@ class HumanChat:
         for message in messages:
             spoken: Message = {"role": "user", "content": message} if isinstance(message, str) else message
             if has_images([spoken]):
-                self._images = self._images or tempfile.TemporaryDirectory(prefix="tandem-images-")
-                directory = Path(self._images.name)
-                (spoken,) = interned([spoken], ImageStore(directory), "the message")
+                (spoken,) = interned([spoken], self._images, "the message")
+                assert self._images is not None, "interned() has refused images"
                 digests = [part["image"].removeprefix(SCHEME) for part in spoken["content"] if part["type"] == "image"]
                 for digest in digests:
-                    self._tell(f"{'image':>9}> {directory / digest}")
+                    self._tell(f"{'image':>9}> {self._images.directory / digest}")
             self._tell(f"{spoken['role']:>9}> {text_of(spoken['content'])}")
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ScriptedReply:
@@ -107,7 +102,8 @@ def try_environment(
     tasks = environment.tasks(split)
     if not 0 <= index < len(tasks):
         raise SpecError(f"index = {index}: '{split}' of '{name}' has tasks 0 to {len(tasks) - 1}")
-    with closing(HumanChat(ask, tell)) as chat:
+    with tempfile.TemporaryDirectory(prefix="tandem-images-") as images:
+        chat = HumanChat(ask, tell, ImageStore(Path(images)))
         chat.say(*tasks[index].messages)
         outcome = asyncio.run(environment.run(tasks[index], chat))
     reward, metrics = checked(tasks[index].id, outcome)

@@ -184,7 +184,7 @@ def _enough_ranks(
 ) -> tuple[dict[int, float], str]:
     """Return the smallest power of two of ranks on which it fits, and GiB a rank; or none, and why."""
     if shape.tower:
-        return {}, "a model that sees images is trained by one process"
+        return {}, "one process trains a model that sees images"
     worst: Phase | None = None
     hosts = spec.parallel.hosts
     for count in (2**power for power in range(MOST_RANKS.bit_length())):
