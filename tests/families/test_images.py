@@ -99,6 +99,9 @@ def test_the_reference_sees_the_images_too(bench: suite.Bench, lora: LoraSpec | 
     (micro,) = suite.batch_of([[row] for row in given], shares_never)
     before = model.policy.score(micro, 1.0)
     model.policy.keep_reference()
+    if lora is None:  # it has all but the tower, which is the policy's
+        trained = sum(tensor.nbytes for _, tensor in model.policy.trainable())
+        assert model.policy.reference_bytes() == trained
     suite.step(model, given=given)
     assert torch.equal(model.policy.reference_logprobs(micro, 1.0), before)
     assert not torch.allclose(model.policy.score(micro, 1.0), before, atol=1e-3)

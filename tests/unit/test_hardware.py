@@ -57,12 +57,12 @@ def test_grpo_on_an_h200_has_the_settings_of_the_tuned_row():
 def test_a_model_that_sees_gets_a_bridge_that_it_supports_and_no_compiled_layers():
     spec, _ = choose(rl(), H200, sees=True)
     assert (spec.engine.kind, spec.sync.bridge, spec.model.compile) == ("vllm", "disk", False)
-    sight.refuse_unsupported(spec)
+    sight.refuse_unsupported(spec, True)
     adapted, _ = choose(rl(model={"lora": {"rank": 8}}), H200, sees=True)
     assert adapted.sync.bridge == choose(rl(model={"lora": {"rank": 8}}), H200)[0].sync.bridge == "adapter_broadcast"
     asked, _ = choose(rl(sync={"bridge": "shared"}, engine={"kind": "vllm"}), H200, sees=True)
     with pytest.raises(SpecError, match="does not support a model that sees"):
-        sight.refuse_unsupported(asked)
+        sight.refuse_unsupported(asked, True)
 
 
 def test_sft_on_an_h200_has_the_settings_of_the_tuned_row():

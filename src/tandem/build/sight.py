@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from tandem.errors import SpecError
 from tandem.runs.planner.model_shape import NoPlan, read_config
 from tandem.spec import hardware
-from tandem.spec.hardware import Hardware, HardwareChoice
 from tandem.spec.model import SEEING, ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, RunSpec
 
@@ -52,17 +51,16 @@ def sees_images(spec: RunSpec) -> bool:
     return False
 
 
-def choose(spec: RunSpec, machine: Hardware) -> tuple[RunSpec, list[HardwareChoice]]:
+def choose(spec: RunSpec, machine: hardware.Hardware) -> tuple[RunSpec, list[hardware.HardwareChoice]]:
     """Choose what the spec leaves out. SpecError for what does not support its model, before anything is loaded."""
     sees = sees_images(spec)
     found = hardware.choose(spec, machine, sees=sees)
-    if sees:
-        refuse_unsupported(found[0])
+    refuse_unsupported(found[0], sees)
     return found
 
 
-def refuse_unsupported(spec: RunSpec) -> None:
-    """Raise SpecError for all that does not support a model that sees images."""
+def refuse_unsupported(spec: RunSpec, sees: bool) -> None:
+    """Raise SpecError for all that does not support a model that sees images, if it is one."""
     kind, ranks, found = getattr(spec.algorithm, "kind", ""), spec.parallel.ranks, list[str]()
     if kind in ("distill", "kto"):
         found.append(f"algorithm.kind = '{kind}': does not support a model that sees images; choose another one")
@@ -72,5 +70,5 @@ def refuse_unsupported(spec: RunSpec) -> None:
         found.append(f"engine.kind = '{engine}': takes no images; choose 'vllm', or 'hf' without [sync]")
     elif isinstance(spec, RlSpec) and spec.sync.traits.shares_memory:
         found.append("sync.bridge = 'shared': does not support a model that sees images; set sync.bridge = 'disk'")
-    if found:
+    if found and sees:
         raise SpecError("\n".join(found))

@@ -156,8 +156,7 @@ def run_model(spec: RunSpec, crew: Crew | None, images: Path | None = None) -> B
     built = model(
         spec.model, spec.precision, spec.seed, device, max_context, parallel=parallel, scores=scores, images=images
     )  # fmt: skip
-    if built.policy.vision is not None:
-        sight.refuse_unsupported(spec)
+    sight.refuse_unsupported(spec, built.policy.vision is not None)
     return built
 
 

@@ -125,12 +125,10 @@ def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R], *, 
     """Read, check and split the rows. DataError for a bad row, unless the spec allows bad rows. `sees`: images in
     columns of their own are an error."""
     report = ValidationReport()
-    rename = renamer(spec.columns, shape.families, field_name)
+    renamed = renamer(spec.columns, shape.families, field_name)
+    rename = (lambda row: check_columns(renamed(row))) if sees else renamed
     known = {name for family in shape.families for name in family}
     columns = sorted(known | {*sources_of(spec.columns), *(IMAGE_COLUMNS if sees else ())}) if known else None
-    understand = shape.understand
-    if sees:
-        shape = replace(shape, understand=lambda row, *place: understand(check_columns(row), *place))
     name, rows = _training_source(spec, columns, field_name)
     train = _read(name, islice(rows, spec.max_examples or None), rename, shape, report)
     eval_source = _eval_source(spec, columns, field_name)

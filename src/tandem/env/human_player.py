@@ -25,13 +25,11 @@ from tandem.types import Message, Outcome, text_of
 class HumanChat:
     """A Chat whose replies a person types."""
 
-    def __init__(
-        self, ask: Callable[[str], str], tell: Callable[[str], object], images: ImageStore | None = None
-    ) -> None:
-        """`images`: where the person can open them; None refuses them."""
+    def __init__(self, ask: Callable[[str], str], tell: Callable[[str], Any], store: ImageStore | None = None) -> None:
+        """`store`: where the person can open images; None refuses them."""
         self._ask = ask
         self._tell = tell
-        self._images = images
+        self._images = store
         self._offers = False
 
     def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -7,6 +7,7 @@ Shapes: P places of images, H hidden.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -34,6 +35,12 @@ def freeze_tower(module: Any) -> None:
     """Exclude the vision tower of a model that sees from training."""
     if sees(module.config):
         module.base_model.visual.requires_grad_(False)
+
+
+def copied(whole: Any, module: Any) -> Any:
+    """Return a copy of a module, or of what wraps it, that has the same vision tower, because it never changes."""
+    tower = module.base_model.visual if sees(module.config) else None
+    return copy.deepcopy(whole, None if tower is None else {id(tower): tower})
 
 
 class Features(NamedTuple):

@@ -150,8 +150,7 @@ def resume(
             objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
             with own_code.session(objects.by_name()):
                 try:
-                    if sight.sees_images(spec):
-                        sight.refuse_unsupported(spec)
+                    sight.refuse_unsupported(spec, sight.sees_images(spec))
                     check_same(spec, objects)
                     _check_own_code(spec)
                     with ready_packages(spec, directory) as packages:

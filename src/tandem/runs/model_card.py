@@ -21,8 +21,7 @@ from transformers import pipeline
 
 model = pipeline("image-text-to-text", model="DIR")
 parts = [{"type": "image", "image": Image.open("photo.png")}, {"type": "text", "text": "What is this?"}]
-chat = [{"role": "user", "content": parts}]
-print(model(text=chat, max_new_tokens=256, return_full_text=False)[0]["generated_text"])
+print(model(text=[{"role": "user", "content": parts}], return_full_text=False)[0]["generated_text"])
 ```"""
 
 

@@ -47,8 +47,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.images = images
         # Tokenizers of models of text may have the marks, too, but their templates do not write them.
-        sees = images is not None or _PAD in str(tokenizer.chat_template)
-        vocabulary = tokenizer.get_vocab() if sees else {}
+        vocabulary = tokenizer.get_vocab() if images is not None or _PAD in str(tokenizer.chat_template) else {}
         self._vision_ids = {name: vocabulary[name] for name in _VISION_MARKS if name in vocabulary}
         self.thinking = thinking
         self._options: Mapping[str, Any] = {}

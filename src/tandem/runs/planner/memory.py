@@ -85,7 +85,7 @@ def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank:
         peak = static + engine["awake"] + copy + process
         found.append(Phase("save", peak, {**always, "engine": engine["awake"], "checkpoint": copy, **context}))
     if spec.model.lora is not None:  # adapters are merged into a copy (model/policy.py)
-        copy = shape.held * width_of(spec.precision) / _GIB
+        copy = shape.total * width_of(spec.precision) / _GIB
         if several:  # tensor by tensor: as it was gathered, a copy of it, and what adapters add
             copy = _MERGED_AT_ONCE * max(map(prod, shape.tables)) * width_of(spec.precision) / _GIB
         peak = static + engine["awake"] + copy + process

@@ -102,8 +102,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _tower(vision: Mapping[str, Any]) -> int:
-    """Return the number of parameters of a Qwen3-VL's vision tower: patches, places, blocks, and a merger for its
-    output and for each layer that goes deeper into the decoder."""
+    """Return the number of parameters of a Qwen3-VL's vision tower."""
     width, wide, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     block = 4 * width * (width + 1) + wide * (2 * width + 1) + 5 * width

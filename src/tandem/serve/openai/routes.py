@@ -269,10 +269,9 @@ class OpenAi:
         """Await the opening of a request's samples. `named`: the request's field with the prompts."""
         try:
             return await opening
-        except TextTooLong as error:
-            raise RequestRefused(422, str(error), field=named, code="context_length_exceeded") from error
-        except ImageError as error:
-            raise RequestRefused(422, str(error), field=named) from error
+        except (TextTooLong, ImageError) as error:
+            code = "context_length_exceeded" if isinstance(error, TextTooLong) else ""
+            raise RequestRefused(422, str(error), field=named, code=code) from error
 
     def _job(
         self, asked: ChatRequest | CompletionRequest, opened: OpenedSamples, max_tokens: int,
