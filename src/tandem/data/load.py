@@ -14,7 +14,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from tandem.data.columns import renamer, sources_of
 from tandem.data.conversation import (
     IMAGE_COLUMNS,
-    NO_IMAGES,
     SHAPES,
     BadRow,
     Conversation,
@@ -139,7 +138,7 @@ def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R], *, 
         train = _drop_held_out(train, held_out, report)
     if report.dropped and not spec.allow_bad_rows:
         way_out = f"correct these rows, or skip them: {field_name}.allow_bad_rows = true"
-        if not report.kinds and not any(NO_IMAGES in reason for reason in report.by_reason()):
+        if not report.kinds and not any("an image" in reason for reason in report.by_reason()):
             way_out = f"say which column holds what, as in {field_name}.columns = {shape.example}"
         raise DataError(f"{field_name}: {report.text()}\n{way_out}")
     if not train or (eval_source and not held_out):
