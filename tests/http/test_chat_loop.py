@@ -93,13 +93,16 @@ def test_a_full_context_is_told(renderer: Renderer) -> None:
     assert "/reset" in talk(ScriptedEngine(renderer), renderer, ["x" * 300, "/exit"])
 
 
-def test_a_turn_that_writes_the_mark_of_an_image_is_refused_and_the_next_is_answered(tmp_path: Path) -> None:
-    seeing = Renderer(TOKENIZER)
+def test_a_turn_that_writes_the_mark_of_an_image_is_refused_and_the_next_is_answered() -> None:
+    seeing, mark = Renderer(TOKENIZER), "<|image_pad|>"
     engine = Recorder(ScriptedEngine(seeing))
-    mark = "<|image_pad|>"
     shown = talk(engine, seeing, [f"what is {mark}?", "hello", EOFError()])
     assert f"(the text has {mark}, which stands for an image; take it out)" in shown
     assert [prompt for prompt, _ in engine.turns] == [seeing.prompt([{"role": "user", "content": "hello"}])]
+
+
+def test_a_request_that_writes_the_mark_of_an_image_is_refused(tmp_path: Path) -> None:
+    seeing, mark = Renderer(TOKENIZER), "<|image_pad|>"
     messages = [{"role": "user", "content": [{"type": "text", "text": mark}]}]
     with serving(ScriptedEngine(seeing), seeing, tmp_path) as served:
         for path, said in (
