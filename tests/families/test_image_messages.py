@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import io
 import json
 import struct
 import zlib
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,12 @@ from PIL import Image, ImageColor
 
 from tandem.data.conversation import BadRow, located, parse_row
 from tandem.data.load import load_rows
-from tandem.data.preference_pairs import parse_pair
+from tandem.data.preference_pairs import load_pairs, parse_pair
 from tandem.env.builtin.count import Count
 from tandem.env.human_player import try_environment
 from tandem.env.prompts.environment import Prompts
 from tandem.env.worker_messages import FROM_EPISODE
-from tandem.errors import DataError, GroupRefused, ImageError
+from tandem.errors import DataError, EpisodeFailed, GroupRefused, ImageError
 from tandem.io.image_parts import interned, portable
 from tandem.io.image_store import MOST_BYTES, ImageStore, opened
 from tandem.io.kept_samples import KeptSamples, samples
@@ -37,6 +39,7 @@ from tandem.rollout.teacher import ServedTeacher
 from tandem.rollout.wire.codec import encode
 from tandem.spec.data import FileData
 from tandem.text.renderer import Renderer
+from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Outcome, PlacedImage, Sampling, Span, Task, Trajectory, text_of
 
 TOKENIZER = seeing_tokenizer()
@@ -125,13 +128,20 @@ def test_text_that_writes_the_mark_of_an_image_is_refused_by_name(store, mark):
     ]
     for messages in forged:
         kept = interned(messages, store, "a test")
-        with pytest.raises(ImageError, match=f"the text of a message has {mark[:-1]}".replace("|", r"\|")):
+        with pytest.raises(ImageError, match=f"the text has {mark[:-1]}".replace("|", r"\|")):
             renderer.prompt(kept)
     with pytest.raises(ImageError, match="stands for an image"):
         renderer.glue([{"role": "user", "content": mark}], renderer.end_id)
     with pytest.raises(ImageError, match="stands for an image"):
         renderer.conversation([{"role": "user", "content": "?"}, assistant(mark)])
-    assert VIDEO in renderer.encode("<|video_pad|>")  # typed text is encoded as the mark
+    assert VIDEO in TOKENIZER.encode("<|video_pad|>")  # typed text is encoded as the mark
+    blind = Renderer(TOKENIZER)
+    for refuses in (renderer.encode, blind.encode, lambda text: blind.prompt([{"role": "user", "content": text}])):
+        with pytest.raises(ImageError, match="stands for an image"):  # without images of a run, too
+            refuses(f"look {mark} here")
+    plain = copy.deepcopy(TOKENIZER)
+    plain.chat_template = byte_tokenizer().chat_template
+    assert PAD in Renderer(plain).encode("<|image_pad|>")  # of a model of text: its template writes none
 
 
 def test_a_model_of_text_refuses_an_image_and_so_does_a_template_that_drops_it(store):
@@ -286,13 +296,18 @@ def test_a_row_with_what_is_not_taken_is_refused_with_its_line(store, tmp_path, 
     assert "rows.jsonl:1" in str(error.value)
 
 
-def test_only_sft_and_prompts_read_images_and_a_data_set_no_path():
+def test_only_sft_and_prompts_read_images_and_a_data_set_no_path(tmp_path):
     asked = user({"type": "image", "path": "cat.png"}, "What is it?")
-    with pytest.raises(BadRow, match="prompt: content is not text"):
+    only = "a message has an image, and only recipe = 'sft' and recipe = 'rl' train on images"
+    with pytest.raises(BadRow, match=f"prompt: {only}"):
         parse_pair({"prompt": [asked], "chosen": "yes", "rejected": "no"})
-    with pytest.raises(BadRow, match="content is not text"):
+    with pytest.raises(BadRow, match=only):
         parse_row({"messages": [asked, assistant("yes")]})
     found = parse_row({"messages": [asked, assistant("yes")]}, images=True)
+    pairs = rows_of(tmp_path / "pairs.jsonl", {"prompt": [asked], "chosen": "yes", "rejected": "no"})
+    with pytest.raises(DataError, match=only) as error:
+        load_pairs(pairs)
+    assert "say which column holds what" not in str(error.value)
     assert located(found, Path("/rows"))[0]["content"][0] == {"type": "image", "path": "/rows/cat.png"}
     with pytest.raises(BadRow, match="an image by its path, which only a file can have"):
         located(found, None)
@@ -447,13 +462,23 @@ def test_counts_answer_is_how_many_cells_of_its_image_have_the_shape(store, tmp_
         answers.add(task.payload["answer"])
     assert answers == {0, 1, 2, 3, 4}
     assert len({task.id for task in tasks}) == len(tasks)
-    told = list[str]()
-    outcome = try_environment(
-        "count",
-        {"grid": 3, "cell": 16, "most": 4, "images": 60},
-        ask=lambda _: "none",
+    told, shown = list[str](), list[Path]()
+
+    def answer(_: str) -> str:
+        shown.append(Path(told[0].split("> ")[1]))
+        assert opened(shown[-1].read_bytes()).size == (48, 48)
+        if len(shown) == 2:
+            raise EOFError
+        return "none"
+
+    tried = partial(
+        try_environment, "count", {"grid": 3, "cell": 16, "most": 4, "images": 60}, ask=answer,
         tell=lambda each: told.append(str(each)),
-    )
-    assert outcome.reward == 0.0
-    assert opened(Path(told[0].split("> ")[1]).read_bytes()).size == (48, 48)
+    )  # fmt: skip
+    assert tried().reward == 0.0
     assert told[1].startswith("     user> [image ")
+    told.clear()
+    with pytest.raises(EpisodeFailed, match="the input ended"):
+        tried()
+    assert len({each.parent for each in shown}) == 2
+    assert not any(each.parent.exists() for each in shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import family_suite as suite
@@ -10,14 +11,19 @@ import pytest
 import torch
 from family_images import as_png, shown, transformers_answer
 from PIL import Image
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+import tandem
 from tandem.build import training
 from tandem.errors import ImageError, SpecError
 from tandem.io.image_store import ImageStore
 from tandem.ops.byte_sizes import shares_never
 from tandem.recipes.model_check import check_model
+from tandem.runs.planner.plan import plan_run
+from tandem.runs.planner.plan_text import plan_text
 from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec, PathModel
+from tandem.spec.parallel import ParallelSpec
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.spec.train import SftStage
 from tandem.types import Trajectory
@@ -93,6 +99,9 @@ def test_the_reference_sees_the_images_too(bench: suite.Bench, lora: LoraSpec | 
     (micro,) = suite.batch_of([[row] for row in given], shares_never)
     before = model.policy.score(micro, 1.0)
     model.policy.keep_reference()
+    if lora is None:  # it has all but the tower, which is the policy's
+        trained = sum(tensor.nbytes for _, tensor in model.policy.trainable())
+        assert model.policy.reference_bytes() == trained
     suite.step(model, given=given)
     assert torch.equal(model.policy.reference_logprobs(micro, 1.0), before)
     assert not torch.allclose(model.policy.score(micro, 1.0), before, atol=1e-3)
@@ -129,6 +138,10 @@ def test_what_does_not_support_images_is_refused_by_name(bench: suite.Bench):
     ):
         with pytest.raises(SpecError, match=said):
             training.run_model(parse_spec({**rl, **beside}), None, bench.place / "images")
+    beside = {"engine": {"kind": "server"}, "sync": {"bridge": "broadcast"}, "parallel": {"ranks": 2}}
+    with pytest.raises(SpecError, match=r"(?s)set parallel.ranks = 1\n.*choose 'vllm', or 'hf' without \[sync\]"):
+        tandem.run({**rl, **beside}, bench.place / "run")
+    assert not (bench.place / "run").exists()  # refused before anything is loaded or started
 
 
 def test_an_image_that_the_processor_refuses_is_named(bench: suite.Bench):
@@ -146,3 +159,70 @@ def test_a_model_check_says_that_it_sees(bench: suite.Bench):
     assert "set parallel.ranks = 1" in check.fits["parallel.ranks"]
     assert check.fits["engine server"] == "no, for it sees images"
     assert "shared" not in check.fits["engine vllm"]
+
+
+TEXT = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+SIZES = {
+    "2B": (
+        {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]},
+    ),
+    "8B": (
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]},
+    ),
+}
+"""Of Qwen/Qwen3-VL-2B-Instruct and -8B-; what is not here is transformers' default."""
+
+
+@pytest.mark.parametrize(("size", "total"), [("2B", 2_127_532_032), ("8B", 8_767_123_696), ("", 0)])
+def test_a_plan_counts_the_model_and_its_frozen_tower(bench: suite.Bench, size: str, total: int):
+    path = bench.path
+    if size:
+        text, tower = SIZES[size]
+        config = Qwen3VLConfig(
+            text_config={**TEXT, **text}, vision_config={**tower, "out_hidden_size": text["hidden_size"]},
+            tie_word_embeddings=size == "2B",
+        )  # fmt: skip
+        path = bench.place / size
+        config.save_pretrained(path)
+    with torch.device("meta"):
+        module = Qwen3VLForConditionalGeneration(Qwen3VLConfig.from_pretrained(path))
+    module.tie_weights()
+    all_numbers, frozen = (sum(each.numel() for each in part.parameters()) for part in (module, module.model.visual))
+    assert all_numbers == (total or all_numbers)
+    data = {"kind": "file", "path": str(bench.place / "rows.jsonl"), "eval_share": 0.0}
+    spec = parse_spec({
+        "recipe": "sft", "model": {"path": str(path), "compile": True, "attention": "packed"}, "data": data,
+        "precision": {"weights": "bfloat16"}, "train": {"steps": 3, "lr": 1e-5, "batch_size": 2},
+    })  # fmt: skip
+    plan = plan_run(spec, gpu="h200", row_tokens=1024)
+    assert (plan.parameters["total"], plan.parameters["vision tower"]) == (all_numbers, frozen)
+    assert plan.parameters["trained"] == all_numbers - frozen
+    train = next(phase for phase in plan.phases if phase.name == "train")
+    assert train.parts["weights"] == 2 * all_numbers / 2**30
+    assert train.parts["optimizer"] == 8 * (all_numbers - frozen) / 2**30
+    assert train.parts["master"] == 2 * (all_numbers - frozen) / 2**30
+    plain = spec.model_copy(update={"model": spec.model.model_copy(update={"compile": False})})
+    assert plan.peak_gib == plan_run(plain, gpu="h200", row_tokens=1024).peak_gib  # its layers are not compiled
+    assert train.parts["images"] == 0.5
+    assert plan.work.lengths == "assumed"  # so that a run's images are no deviation from its plan
+
+
+def test_a_plan_reads_the_text_of_rows_and_says_what_it_does_not_know_of_images(bench: suite.Bench):
+    store, rows = ImageStore(bench.place / "images"), bench.place / "rows.jsonl"
+    image = bench.place / "images" / store.put(as_png(Image.new("RGB", (64, 64))))
+    parts = [{"type": "image", "path": str(image)}, {"type": "text", "text": "which colour?"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "black"}]}
+    rows.write_text(4 * (json.dumps(row) + "\n"), encoding="utf-8")
+    of_run = {"recipe": "sft", "model": {"path": str(bench.path)}, "train": {"steps": 1, "lr": 1e-4}}
+    spec = parse_spec({**of_run, "data": {"kind": "file", "path": str(rows), "eval_share": 0.0}})
+    text = plan_text(tandem.plan_run(spec, gpu="cpu"))
+    assert "4 rows were read: sequences have 32 to 32 tokens" in text
+    assert "a plan does not know how many images there are, and how large: each adds a token for every 16 x 16" in text
+    with pytest.raises(SpecError, match="one process trains"):
+        tandem.plan_run(spec.model_copy(update={"parallel": ParallelSpec(ranks=2)}), gpu="cpu")
+    large = parse_spec({**of_run, "data": {"kind": "file", "path": str(rows)}})
+    small = plan_run(large, gpu="4090", memory_gib=1.0, row_tokens=2048)
+    assert (small.fits, small.ranks_that_fit) == (False, {})
+    assert small.why_no_ranks == "one process trains a model that sees images"

@@ -4,10 +4,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from served import ScriptedEngine
+from served import MODEL, ScriptedEngine, serving
 
+from families.family_images import TOKENIZER
 from tandem.serve.terminal_chat import HELP, chat_loop
 from tandem.text.renderer import Renderer
 from tandem.types import Completion, Sampling
@@ -89,3 +91,26 @@ def test_ctrl_c_during_an_answer_stops_it_and_forgets_the_turn(renderer: Rendere
 
 def test_a_full_context_is_told(renderer: Renderer) -> None:
     assert "/reset" in talk(ScriptedEngine(renderer), renderer, ["x" * 300, "/exit"])
+
+
+def test_a_turn_that_writes_the_mark_of_an_image_is_refused_and_the_next_is_answered() -> None:
+    seeing, mark = Renderer(TOKENIZER), "<|image_pad|>"
+    engine = Recorder(ScriptedEngine(seeing))
+    shown = talk(engine, seeing, [f"what is {mark}?", "hello", EOFError()])
+    assert f"(the text has {mark}, which stands for an image; take it out)" in shown
+    assert [prompt for prompt, _ in engine.turns] == [seeing.prompt([{"role": "user", "content": "hello"}])]
+
+
+def test_a_request_that_writes_the_mark_of_an_image_is_refused(tmp_path: Path) -> None:
+    seeing, mark = Renderer(TOKENIZER), "<|image_pad|>"
+    messages = [{"role": "user", "content": [{"type": "text", "text": mark}]}]
+    with serving(ScriptedEngine(seeing), seeing, tmp_path) as served:
+        for path, said in (
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/completions", {"prompt": f"a {mark}"}),
+            ("/v1/responses", {"input": mark}),
+        ):
+            refused = served.post({"model": MODEL, **said}, path)
+            told = refused.json()["error"]
+            assert (refused.status_code, told["param"]) == (400, next(iter(said)))
+            assert told["message"] == f"the text has {mark}, which stands for an image; take it out"

@@ -79,6 +79,9 @@ def test_a_run_that_sees_is_resumed_to_the_same_bytes_with_changed_images_writte
         assert row["prompt"] == f"[image {digest[:12]} 32x32] {text['text']}" == text_of([image, text])
         assert store.size(digest) == (32, 32)
     assert "sha256:" not in (whole / "report.html").read_text()
+    card = (tandem.export_run(whole, directory=tmp_path / "copy") / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card
+    assert 'pipeline("image-text-to-text", model="DIR")' in card
 
     other = next((whole / "images").iterdir()).read_bytes()
     for image in (changed / "images").iterdir():

@@ -92,6 +92,7 @@ def test_a_reward_is_told_on_its_own_scale_wherever_it_is_told(train: Train, tmp
     compared, card = compare_text(compare_runs([directory, directory])), model_card(directory, "model")
     assert "reward a task, mean over 8 held-out tasks" in played
     assert "held-out reward" in report
+    assert "pipeline_tag: text-generation" in card
     for text in (trained.printed, played, report, compared, card):
         assert before in text
     for text in (trained.printed, played, report, compared, card, watched):

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -16,6 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from tandem.data.load import DataSplit, load_rows
+from tandem.data.preference_pairs import load_pairs
 from tandem.errors import DataError, SpecError
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.load import parse_spec
@@ -171,6 +173,19 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
     of_jsonl = load_rows(FileData(path=write(tmp_path / "a.jsonl", rows), max_examples=2500))
     assert [(c.row, c.messages) for c in of_parquet.train] == [(c.row, c.messages) for c in of_jsonl.train]
     assert of_parquet.report.read == 2500
+
+
+def test_images_in_a_column_of_a_parquet_file_are_no_more_left_out_than_those_of_jsonl(tmp_path):
+    answers = {"completion": "red", "chosen": "red", "rejected": "blue"}
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"prompt": "Which?", **answers, "image": "a.png"}]), tmp_path / "a.parquet"
+    )
+    data = FileData(path=str(tmp_path / "a.parquet"), eval_share=0.0)
+    for load in (partial(load_rows, keep_images=lambda messages: messages), load_pairs):
+        assert len(load(data).train) == 1
+        with pytest.raises(DataError, match="1 x a column 'image', which is not read") as error:
+            load(data, sees=True)
+        assert "say which column" not in str(error.value)
 
 
 def test_a_parquet_file_that_is_none_is_refused(tmp_path):

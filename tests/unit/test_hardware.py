@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tandem.build import this_machine
+from tandem.build import sight, this_machine
 from tandem.build.training import why_not_deterministic
 from tandem.cli.main import app
 from tandem.errors import SpecError
@@ -52,6 +52,17 @@ def test_grpo_on_an_h200_has_the_settings_of_the_tuned_row():
     assert (spec.model.attention, spec.model.compile, spec.model.activations) == ("packed", True, "selective")
     assert (spec.engine.kind, spec.engine.memory_share, spec.engine.max_running) == ("vllm", 0.3, 512)
     assert spec.train.micro_tokens == 16384
+
+
+def test_a_model_that_sees_gets_a_bridge_that_it_supports_and_no_compiled_layers():
+    spec, _ = choose(rl(), H200, sees=True)
+    assert (spec.engine.kind, spec.sync.bridge, spec.model.compile) == ("vllm", "disk", False)
+    sight.refuse_unsupported(spec, True)
+    adapted, _ = choose(rl(model={"lora": {"rank": 8}}), H200, sees=True)
+    assert adapted.sync.bridge == choose(rl(model={"lora": {"rank": 8}}), H200)[0].sync.bridge == "adapter_broadcast"
+    asked, _ = choose(rl(sync={"bridge": "shared"}, engine={"kind": "vllm"}), H200, sees=True)
+    with pytest.raises(SpecError, match="does not support a model that sees"):
+        sight.refuse_unsupported(asked, True)
 
 
 def test_sft_on_an_h200_has_the_settings_of_the_tuned_row():

@@ -132,7 +132,7 @@ def seeing() -> Any:
 
 def test_features_are_put_at_places_in_any_order_and_not_where_the_model_said_an_images_token():
     module = seeing()
-    head = Head(module, 32, Vision(module, IMAGES, cache_mib=0))
+    head = Head(module, 32, Vision(module, IMAGES, cache_bytes=0))
     rows = [row(3, "cat", 2, "map"), row(2, "dog", 4)]
     width = max(len(each.ids) for each in rows)
     ids_BT = torch.tensor([[*each.ids, *[0] * (width - len(each.ids))] for each in rows])
@@ -197,7 +197,7 @@ def test_features_are_computed_once_until_the_cache_is_full():
         count += 1
 
     module.model.visual.register_forward_hook(counted)
-    vision = Vision(module, IMAGES, cache_mib=2 * 6 * 32 * 4 / 2**20)
+    vision = Vision(module, IMAGES, cache_bytes=2 * 6 * 32 * 4)
     whole = vision.features(["cat", "map", "cat"])
     assert (count, whole.embeds_PH.shape, [each.shape for each in whole.deep]) == (2, (16, 32), [(16, 32)])
     assert torch.equal(whole.embeds_PH[:6], whole.embeds_PH[10:])

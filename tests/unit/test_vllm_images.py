@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,27 @@ class Images:
 
 def placed(digest: str, offset: int) -> PlacedImage:
     return PlacedImage(digest, offset, (1, 2, 4), 2)
+
+
+def test_siblings_that_ask_at_the_same_time_wait_for_one_message_of_their_image():
+    class Counted(Images):
+        made = 0
+
+        def pixels(self, digest: str) -> torch.Tensor:
+            self.made += 1
+            time.sleep(0.02)
+            return super().pixels(digest)
+
+    source = Counted()
+    features = ImageFeatures(source, "float32")
+
+    async def ask() -> list[dict[str, Any]]:
+        asked = (asyncio.to_thread(features.of, [1, PAD, PAD], [placed("a", 1)]) for _ in range(4))
+        return await asyncio.gather(*asked)
+
+    told = asyncio.run(ask())
+    assert source.made == 1
+    assert all(each == told[0] for each in told)
 
 
 def test_an_image_is_sent_as_vllm_reads_it_and_named_by_its_content():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import SpecError
-from tandem.spec.model import ModelSpec, PresetModel
+from tandem.runs.planner.model_shape import NoPlan, read_config
+from tandem.spec import hardware
+from tandem.spec.model import SEEING, ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, RunSpec
 
 if TYPE_CHECKING:
@@ -39,19 +42,33 @@ def of_model(
     return source, files
 
 
-def refuse_unsupported(spec: RunSpec) -> None:
-    """Raise SpecError for what does not support a model that sees images."""
-    kind = getattr(spec.algorithm, "kind", "")
+def sees_images(spec: RunSpec) -> bool:
+    """Return whether the run's model sees, from its config alone."""
+    if isinstance(spec.model, PresetModel):
+        return False
+    with suppress(NoPlan):  # its loader says what is wrong with the config
+        return read_config(spec.model.path, spec.model.revision).get("model_type") == SEEING
+    return False
+
+
+def choose(spec: RunSpec, machine: hardware.Hardware) -> tuple[RunSpec, list[hardware.HardwareChoice]]:
+    """Choose what the spec leaves out. SpecError for what does not support its model, before anything is loaded."""
+    sees = sees_images(spec)
+    found = hardware.choose(spec, machine, sees=sees)
+    refuse_unsupported(found[0], sees)
+    return found
+
+
+def refuse_unsupported(spec: RunSpec, sees: bool) -> None:
+    """Raise SpecError for all that does not support a model that sees images, if it is one."""
+    kind, ranks, found = getattr(spec.algorithm, "kind", ""), spec.parallel.ranks, list[str]()
     if kind in ("distill", "kto"):
-        raise SpecError(
-            f"algorithm.kind = '{kind}': does not support a model that sees images; choose another algorithm, or a "
-            "model of text"
-        )
-    if isinstance(spec, RlSpec) and spec.engine.kind in ("server", "remote"):
-        raise SpecError(
-            f"engine.kind = '{spec.engine.kind}': takes no images of a model that sees; choose 'hf' or 'vllm'"
-        )
-    if isinstance(spec, RlSpec) and spec.sync.traits.shares_memory:
-        raise SpecError(
-            f"sync.bridge = '{spec.sync.bridge}': does not support a model that sees images; set sync.bridge = 'disk'"
-        )
+        found.append(f"algorithm.kind = '{kind}': does not support a model that sees images; choose another one")
+    if ranks > 1:
+        found.append(f"parallel.ranks = {ranks}: one process trains a model that sees images; set parallel.ranks = 1")
+    if isinstance(spec, RlSpec) and (engine := spec.engine.kind) in ("server", "remote"):
+        found.append(f"engine.kind = '{engine}': takes no images; choose 'vllm', or 'hf' without [sync]")
+    elif isinstance(spec, RlSpec) and spec.sync.traits.shares_memory:
+        found.append("sync.bridge = 'shared': does not support a model that sees images; set sync.bridge = 'disk'")
+    if found and sees:
+        raise SpecError("\n".join(found))

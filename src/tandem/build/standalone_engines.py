@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
     from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.engine.vllm.process import VllmOptions, VllmProcess
-    from tandem.protocols import ImageSource
     from tandem.text.renderer import Renderer
 
 
@@ -166,11 +165,13 @@ def vllm_alone(
     under_way(process)
     try:
         from tandem.engine.vllm.engine import VllmEngine
+        from tandem.io.image_store import ImageStore
+        from tandem.text.model_images import ModelImages
         from tandem.text.renderer import Renderer
         from tandem.text.tokenizer import load_tokenizer
 
         renderer = Renderer(load_tokenizer(path), thinking=thinking)
-        source = _images(path, images) if images is not None and options.sees else None
+        source = ModelImages(path, ImageStore(images)) if images is not None and options.sees else None
     except BaseException:
         process.kill()
         raise
@@ -180,14 +181,6 @@ def vllm_alone(
         process, end_ids=renderer.end_ids, num_ids=num_ids, on_update=spec.on_update, version=version, images=source
     )
     return Alone(engine, renderer, context, num_ids)
-
-
-def _images(path: str, directory: Path) -> ImageSource:
-    """Return what a model that sees makes of the images in a directory."""
-    from tandem.io.image_store import ImageStore
-    from tandem.text.model_images import ModelImages
-
-    return ModelImages(path, ImageStore(directory))
 
 
 def _model_context(path: str) -> int:

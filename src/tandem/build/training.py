@@ -29,7 +29,7 @@ from tandem.types import Batch, Group, Metrics, Trajectory
 
 if TYPE_CHECKING:
     from tandem.data.conversation import Conversation
-    from tandem.data.load import DataSplit
+    from tandem.data.load import DataSplit, KeepImages
     from tandem.data.preference_pairs import Pair
     from tandem.data.rated_answers import Rated
     from tandem.env.installed import InstalledPackages
@@ -156,8 +156,7 @@ def run_model(spec: RunSpec, crew: Crew | None, images: Path | None = None) -> B
     built = model(
         spec.model, spec.precision, spec.seed, device, max_context, parallel=parallel, scores=scores, images=images
     )  # fmt: skip
-    if built.policy.vision is not None:
-        sight.refuse_unsupported(spec)
+    sight.refuse_unsupported(spec, built.policy.vision is not None)
     return built
 
 
@@ -456,16 +455,16 @@ def _seen(
 FileOrDataset = FileData | DatasetData
 
 
-def rows(spec: FileOrDataset, field: str) -> DataSplit[Conversation]:
+def rows(spec: FileOrDataset, field: str, keep_images: KeepImages | None = None) -> DataSplit[Conversation]:
     from tandem.data.load import load_rows
 
-    return load_rows(spec, field)
+    return load_rows(spec, field, keep_images)
 
 
-def pairs(spec: FileOrDataset, field: str) -> DataSplit[Pair]:
+def pairs(spec: FileOrDataset, field: str, *, sees: bool = False) -> DataSplit[Pair]:
     from tandem.data.preference_pairs import load_pairs
 
-    return load_pairs(spec, field)
+    return load_pairs(spec, field, sees=sees)
 
 
 def rated(spec: FileOrDataset, field: str) -> DataSplit[Rated]:

@@ -22,6 +22,10 @@ SHAREGPT_ROLES = {
 """What ShareGPT's `from` says, as a role."""
 
 
+NO_IMAGES = "a message has an image, and only recipe = 'sft' and recipe = 'rl' train on images"
+IMAGE_COLUMNS = ("images", "image")
+
+
 class BadRow(ValueError):
     """A row cannot be used. Rows with the same fault have the same text, so that reasons can be counted."""
 
@@ -138,7 +142,7 @@ def _message(value: object, *, images: bool) -> Message:
         raise BadRow("unknown role")
     for key in ("content", "reasoning_content", "tool_call_id", "name"):
         if not isinstance(message.get(key, ""), (str, list) if images and key == "content" else str):
-            raise BadRow(f"{key} is not text")
+            raise BadRow(NO_IMAGES if key == "content" and _shows(message[key]) else f"{key} is not text")
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise BadRow("tool_calls are not a list of objects")
@@ -148,6 +152,11 @@ def _message(value: object, *, images: bool) -> Message:
         if not (content.strip() if isinstance(content, str) else content):
             raise BadRow("empty content")
     return {"content": "", **message}
+
+
+def _shows(content: object) -> bool:
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
 
 
 def _of_sharegpt(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -178,10 +187,11 @@ def _located(part: Any, base: Path | None) -> Any:
     return {"type": "image", "path": str(base / path)}
 
 
-def check_columns(row: object) -> None:
-    """Raise BadRow if images stand beside the messages: they would be left out."""
-    if column := next((name for name in ("images", "image") if as_object(row).get(name)), ""):
+def check_columns(row: object) -> object:
+    """Return the row. BadRow if images stand beside the messages: they would be left out."""
+    if column := next((name for name in IMAGE_COLUMNS if as_object(row).get(name)), ""):
         raise BadRow(f"a column '{column}', which is not read; an image is a part of a message's content")
+    return row
 
 
 def check_text(messages: Sequence[Message]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.data.columns import renamer, sources_of
 from tandem.data.conversation import (
+    IMAGE_COLUMNS,
     SHAPES,
     BadRow,
     Conversation,
@@ -104,13 +105,11 @@ def load_rows(
     sees: bool = False,
 ) -> DataSplit[Conversation]:
     """Conversations. `keep_images`: keeps the images of messages, and returns the messages with digests for them; None:
-    rows with images are bad rows. `sees`: images in other columns are an error, too."""
+    rows with images are bad rows. `load` explains `sees`."""
     if keep_images is None:
         return load(spec, field_name, CONVERSATIONS)
 
     def understood(row: object, number: int, source: str) -> Conversation:
-        if sees:
-            check_columns(row)
         found = located(parse_row(row, images=True), Path(source).parent if isinstance(spec, FileData) else None)
         try:
             kept = keep_images(found)
@@ -118,15 +117,17 @@ def load_rows(
             raise BadRow(str(error)) from error
         return Conversation(kept, row=number, source=source)
 
-    return load(spec, field_name, replace(CONVERSATIONS, understand=understood))
+    return load(spec, field_name, replace(CONVERSATIONS, understand=understood), sees=sees)
 
 
-def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R]) -> DataSplit[R]:
-    """Read, check and split the rows. DataError for a bad row, unless the spec allows bad rows."""
+def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R], *, sees: bool = False) -> DataSplit[R]:
+    """Read, check and split the rows. DataError for a bad row, unless the spec allows bad rows. `sees`: images in
+    columns of their own are an error."""
     report = ValidationReport()
-    rename = renamer(spec.columns, shape.families, field_name)
+    renamed = renamer(spec.columns, shape.families, field_name)
+    rename = (lambda row: check_columns(renamed(row))) if sees else renamed
     known = {name for family in shape.families for name in family}
-    columns = sorted(known | set(sources_of(spec.columns))) if known else None
+    columns = sorted(known | {*sources_of(spec.columns), *(IMAGE_COLUMNS if sees else ())}) if known else None
     name, rows = _training_source(spec, columns, field_name)
     train = _read(name, islice(rows, spec.max_examples or None), rename, shape, report)
     eval_source = _eval_source(spec, columns, field_name)
@@ -137,7 +138,7 @@ def load(spec: FileData | DatasetData, field_name: str, shape: RowFormat[R]) -> 
         train = _drop_held_out(train, held_out, report)
     if report.dropped and not spec.allow_bad_rows:
         way_out = f"correct these rows, or skip them: {field_name}.allow_bad_rows = true"
-        if not report.kinds:
+        if not report.kinds and not any("an image" in reason for reason in report.by_reason()):
             way_out = f"say which column holds what, as in {field_name}.columns = {shape.example}"
         raise DataError(f"{field_name}: {report.text()}\n{way_out}")
     if not train or (eval_source and not held_out):

@@ -30,8 +30,8 @@ class Pair(FromSource):
         return self.prompt
 
 
-def load_pairs(spec: FileData | DatasetData, field_name: str = "data") -> DataSplit[Pair]:
-    return load(spec, field_name, PAIRS)
+def load_pairs(spec: FileData | DatasetData, field_name: str = "data", *, sees: bool = False) -> DataSplit[Pair]:
+    return load(spec, field_name, PAIRS, sees=sees)
 
 
 def parse_pair(row: object) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:

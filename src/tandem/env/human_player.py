@@ -25,11 +25,11 @@ from tandem.types import Message, Outcome, text_of
 class HumanChat:
     """A Chat whose replies a person types."""
 
-    def __init__(self, ask: Callable[[str], str], tell: Callable[[str], object]) -> None:
+    def __init__(self, ask: Callable[[str], str], tell: Callable[[str], Any], store: ImageStore | None = None) -> None:
+        """`store`: where the person can open images; None refuses them."""
         self._ask = ask
         self._tell = tell
-        self._images: Path | None = None
-        """Where images are, for the person to open."""
+        self._images = store
         self._offers = False
 
     def offer(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -44,11 +44,11 @@ class HumanChat:
         for message in messages:
             spoken: Message = {"role": "user", "content": message} if isinstance(message, str) else message
             if has_images([spoken]):
-                self._images = self._images or Path(tempfile.mkdtemp(prefix="tandem-images-"))
-                (spoken,) = interned([spoken], ImageStore(self._images), "the message")
+                (spoken,) = interned([spoken], self._images, "the message")
+                assert self._images is not None, "interned() has refused images"
                 digests = [part["image"].removeprefix(SCHEME) for part in spoken["content"] if part["type"] == "image"]
                 for digest in digests:
-                    self._tell(f"{'image':>9}> {self._images / digest}")
+                    self._tell(f"{'image':>9}> {self._images.directory / digest}")
             self._tell(f"{spoken['role']:>9}> {text_of(spoken['content'])}")
 
     async def reply(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> ScriptedReply:
@@ -100,9 +100,10 @@ def try_environment(
     tasks = environment.tasks(split)
     if not 0 <= index < len(tasks):
         raise SpecError(f"index = {index}: '{split}' of '{name}' has tasks 0 to {len(tasks) - 1}")
-    chat = HumanChat(ask, tell)
-    chat.say(*tasks[index].messages)
-    outcome = asyncio.run(environment.run(tasks[index], chat))
+    with tempfile.TemporaryDirectory(prefix="tandem-images-") as images:
+        chat = HumanChat(ask, tell, ImageStore(Path(images)))
+        chat.say(*tasks[index].messages)
+        outcome = asyncio.run(environment.run(tasks[index], chat))
     reward, metrics = checked(tasks[index].id, outcome)
     told = "".join(f"  {key} {value:g}" for key, value in metrics.items())
     tell(f"{'reward':>9}> {reward:g}{told}")

@@ -26,7 +26,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 class ImageStore:
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._sizes = dict[str, tuple[int, int]]()
 
     def put(self, content: bytes, where: str = "image") -> str:
@@ -34,9 +34,9 @@ class ImageStore:
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self._sizes:
             size = opened(content, where).size
-            path = self._directory / digest
+            path = self.directory / digest
             if not path.exists() or path.read_bytes() != content:
-                atomic_write.make_directory(self._directory, mode=atomic_write.PRIVATE)
+                atomic_write.make_directory(self.directory, mode=atomic_write.PRIVATE)
                 atomic_write.write_bytes(path, content, mode=0o600)
             self._sizes[digest] = size
         return digest
@@ -51,13 +51,13 @@ class ImageStore:
         if len(digest) != 64 or not set(digest) <= set(string.hexdigits):
             raise ImageError(f"image {digest[:12]!r}: is no SHA-256 in 64 hexadecimal digits")
         try:
-            content = (self._directory / digest).read_bytes()
+            content = (self.directory / digest).read_bytes()
         except OSError as error:
             raise ImageError(
-                f"image {digest[:12]}: it cannot be read from {self._directory}: {error.strerror}"
+                f"image {digest[:12]}: it cannot be read from {self.directory}: {error.strerror}"
             ) from error
         if hashlib.sha256(content).hexdigest() != digest:
-            raise ImageError(f"image {digest[:12]}: the file in {self._directory} has changed since it was kept")
+            raise ImageError(f"image {digest[:12]}: the file in {self.directory} has changed since it was kept")
         return content
 
 

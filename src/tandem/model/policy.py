@@ -5,7 +5,6 @@ Shapes: T tokens that are computed, N trained tokens, H hidden.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,7 +25,7 @@ from tandem.model.warm_start import begin_adapter
 from tandem.ops import attention_masks, packed_attention
 from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors, move_in, stand_on
-from tandem.ops.vision import Vision, sees
+from tandem.ops.vision import Vision, copied, sees
 from tandem.protocols import ImageSource
 from tandem.spec.model import LoraSpec
 from tandem.types import MicroBatch, TokenLogprobs, WeightKind, Weights
@@ -116,8 +115,8 @@ class CausalPolicy:
         """Make the present weights the reference of `reference_logprobs`."""
         self._reference, self._adapter_then = None, []
         if self._adapter is None:
-            frozen = copy.deepcopy(self.module).requires_grad_(False)
-            self._reference = Head(frozen, len(self.tokenizer), self.vision)  # whose tower never moves
+            frozen = copied(self.module, self.module).requires_grad_(False)
+            self._reference = Head(frozen, len(self.tokenizer), self.vision)
         elif any(".lora_B." in name and tensor.any() for name, tensor in self.trainable()):
             self._adapter_then = [tensor.detach().clone() for _, tensor in self.trainable()]  # the base never moves
 
@@ -139,7 +138,8 @@ class CausalPolicy:
         tensors: Iterable[Tensor] = self._adapter_then
         if self._reference is not None:
             parts = torch.nn.ModuleList([self._reference.body, self._reference.linear])  # a tied weight counts once
-            tensors = parts.parameters()
+            shared = set(map(id, self.module.parameters()))  # the vision tower
+            tensors = [tensor for tensor in parts.parameters() if id(tensor) not in shared]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
@@ -240,7 +240,7 @@ class CausalPolicy:
         else:
             self._adapter.save_pretrained(path / "adapter")
             few_bits = bool(quantized_parts(self.module))
-            whole = merged(self.module) if few_bits else copy.deepcopy(self._adapter).merge_and_unload()
+            whole = merged(self.module) if few_bits else copied(self._adapter, self.module).merge_and_unload()
             whole.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
         for name, content in self._processor.items():

@@ -34,6 +34,10 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
     context: int = 0
+    tower: int = 0
+    """Parameters of a frozen vision tower beside the decoder."""
+    pixels: int = 0
+    """The side of the square of an image that becomes a token."""
 
     @property
     def query(self) -> int:
@@ -84,6 +88,14 @@ class ModelShape:
     def total(self) -> int:
         return sum(self.numbers.values())
 
+    @property
+    def held(self) -> int:
+        """Return the number of all parameters, those of the tower among them."""
+        return self.total + self.tower
+
+
+IMAGE_CACHE_BYTES = 2**29
+"""Of what a vision tower makes of images, kept on its device."""
 
 # --- optimizers
 

@@ -7,6 +7,7 @@ Shapes: P places of images, H hidden.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
@@ -15,25 +16,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.ops.byte_sizes import IMAGE_CACHE_BYTES
+from tandem.spec.model import SEEING
+
 if TYPE_CHECKING:
     from tandem.protocols import ImageSource
 
-CACHE_MIB = 512
 TOWER = r".*\bvisual\..*"
 """A regular expression for the names of its modules."""
-_SEEING = "qwen3_vl"
-"""The model type whose images are supported."""
 
 
 def sees(config: Any) -> bool:
     """Return whether a model of this config can be given images."""
-    return config.model_type == _SEEING
+    return config.model_type == SEEING
 
 
 def freeze_tower(module: Any) -> None:
     """Exclude the vision tower of a model that sees from training."""
     if sees(module.config):
         module.base_model.visual.requires_grad_(False)
+
+
+def copied(whole: Any, module: Any) -> Any:
+    """Return a copy of a module, or of what wraps it, that has the same vision tower, because it never changes."""
+    tower = module.base_model.visual if sees(module.config) else None
+    return copy.deepcopy(whole, None if tower is None else {id(tower): tower})
 
 
 class Features(NamedTuple):
@@ -48,12 +55,12 @@ class Features(NamedTuple):
 class Vision:
     """The frozen vision tower of one module. Threads may share it."""
 
-    def __init__(self, module: Any, images: ImageSource, cache_mib: float = CACHE_MIB) -> None:
+    def __init__(self, module: Any, images: ImageSource, cache_bytes: int = IMAGE_CACHE_BYTES) -> None:
         self.images = images
         self.merge: int = module.config.vision_config.spatial_merge_size
         """The side of a square of patches that becomes one token."""
         self._body = module.base_model
-        self._limit = int(cache_mib * 2**20)
+        self._limit = cache_bytes
         self._kept, self._kept_bytes = OrderedDict[str, Features](), 0
         self._lock = Lock()
         self._check_frozen()

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tandem.build import sight
 from tandem.build.this_machine import refuse_no_vllm, this_machine
 from tandem.data.file_rows import refuse_no_file
 from tandem.errors import ArtifactError, SpecError, TandemError
@@ -44,7 +45,7 @@ from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
 from tandem.spec.data import FileData
 from tandem.spec.engine import VllmEngineSpec
-from tandem.spec.hardware import HardwareChoice, choices_text, choose
+from tandem.spec.hardware import HardwareChoice, choices_text
 from tandem.spec.load import AnySpec, to_toml
 from tandem.spec.own import is_own
 from tandem.spec.ranks import on_ranks
@@ -86,7 +87,7 @@ def run(
     with own_code.session(objects.by_name()), ready_packages(spec) as packages:
         _check_own_code(spec)
         played = _environment(spec, packages)
-        spec, chosen = choose(spec, this_machine(spec.device))
+        spec, chosen = sight.choose(spec, this_machine(spec.device))
         directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
         begin(directory, to_toml(spec), None if packages is None else packages.directory)
         lease = DirectoryLease(directory)
@@ -149,6 +150,7 @@ def resume(
             objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
             with own_code.session(objects.by_name()):
                 try:
+                    sight.refuse_unsupported(spec, sight.sees_images(spec))
                     check_same(spec, objects)
                     _check_own_code(spec)
                     with ready_packages(spec, directory) as packages:

@@ -16,7 +16,7 @@ from tandem.data.preference_pairs import Pair
 from tandem.data.rated_answers import Rated, RatedAnswer
 from tandem.env.load import ADAPTERS
 from tandem.env.protocol_check import their_code
-from tandem.errors import DataError, SpecError, TandemError, TemplateError
+from tandem.errors import DataError, ImageError, SpecError, TandemError, TemplateError
 from tandem.ops.row_packing import common_prefix
 from tandem.protocols import Environment
 from tandem.rollout.recorded_producer import record, record_answer, record_pair
@@ -25,7 +25,7 @@ from tandem.runs.planner.model_shape import NoPlan, read_shape
 from tandem.spec.data import DatasetData
 from tandem.spec.environment import PROMPTS
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
-from tandem.types import Group
+from tandem.types import Group, Message, text_of
 
 _ROWS, _CHARACTERS, _PROMPTS = 2000, 4_000_000, 256
 """Most rows, characters and prompts to read."""
@@ -77,7 +77,7 @@ def _row_lengths(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
         pairs = training.pairs(bounded, "data")
         read, groups = pairs.report.read, _measured(pairs.train, pair, most)
     else:
-        rows = training.rows(bounded, "data")
+        rows = training.rows(bounded, "data", _as_text)
         read, groups = rows.report.read, _measured(rows.train, example, most)
     if not groups:
         raise DataError(f"data: no row has at most {most:,} tokens")
@@ -95,7 +95,7 @@ def _measured(rows: Sequence[R], to_group: Callable[[R], Group], most: int) -> l
     for row in rows:
         try:
             group = to_group(row)
-        except TemplateError:
+        except (TemplateError, ImageError):
             continue
         lengths = tuple(len(each.ids) for each in group)
         if max(lengths) > most:
@@ -133,4 +133,9 @@ def _prompt_lengths(spec: RlSpec, environment: Environment) -> Lengths:
         step = max(1, len(tasks) // _PROMPTS)
         chosen = [tasks[index] for index in range(0, len(tasks), step)]
     renderer = standalone_engines.renderer(spec.model)
-    return Lengths("", prompts=[len(renderer.prompt(task.messages)) for task in chosen])
+    return Lengths("", prompts=[len(renderer.prompt(_as_text(task.messages))) for task in chosen])
+
+
+def _as_text(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages with a few letters for each image, whose tokens only the model's processor knows."""
+    return tuple({**message, "content": text_of(message.get("content"))} for message in messages)

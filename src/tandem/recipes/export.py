@@ -17,7 +17,7 @@ from tandem.io.gguf.writer import GgufKind, write_gguf
 from tandem.recipes.adapter_base import base_id, name_base
 from tandem.recipes.online_export import copy_export, export_learned, find_learned
 from tandem.runs.checkpoints import Checkpoints
-from tandem.runs.model_card import model_card
+from tandem.runs.model_card import model_card, takes_images
 from tandem.runs.run_ending import spec_of
 from tandem.runs.storage_retry import Limits, tried
 from tandem.spec.model import PresetModel
@@ -91,7 +91,7 @@ def export_run(
             name_base(place, its_base)
         no_modelfile = _as_gguf(place, gguf, spec) if gguf else ""
         kind = "adapter" if as_adapter else f"gguf-{gguf}" if gguf else "model"
-        card = model_card(run_dir, kind, step, base=its_base, no_modelfile=no_modelfile)
+        card = model_card(run_dir, kind, step, base=its_base, no_modelfile=no_modelfile, sees=takes_images(place))
         (place / "README.md").write_text(card, encoding="utf-8")
     if push:
         push_folder(target, push, public=public, endpoint=endpoint)

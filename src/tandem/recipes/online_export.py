@@ -16,7 +16,7 @@ from tandem.build import online, training
 from tandem.errors import CheckpointError, RunError
 from tandem.io import atomic_write
 from tandem.online.job_store import active_version
-from tandem.runs.model_card import learned_card
+from tandem.runs.model_card import learned_card, takes_images
 from tandem.spec.model import PresetModel
 from tandem.spec.online import OnlineSpec
 
@@ -87,7 +87,8 @@ def export_learned(learned: Learned, *, merge: bool = False, directory: Path | N
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             model.policy.export(Path(scratch))
             copy_export(Path(scratch), place, as_adapter=as_adapter)
-        card = learned_card(spec.name, learned.version, "adapter" if as_adapter else "model", _base(spec))
+        kind = "adapter" if as_adapter else "model"
+        card = learned_card(spec.name, learned.version, kind, _base(spec), sees=takes_images(place))
         (place / "README.md").write_text(card, encoding="utf-8")
     return target
 

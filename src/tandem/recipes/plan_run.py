@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.build import training
+from tandem.build import sight, training
 from tandem.build.this_machine import vllm_installed
 from tandem.errors import SpecError
 from tandem.io import atomic_write
@@ -17,7 +17,7 @@ from tandem.runs.planner.calibration import card_named, gpus_here, machine, ram_
 from tandem.runs.planner.model_shape import NoPlan
 from tandem.runs.planner.plan import Plan, kind_of
 from tandem.runs.run import Run
-from tandem.spec.hardware import Hardware, choose
+from tandem.spec.hardware import Hardware
 from tandem.spec.load import AnySpec, as_spec
 from tandem.spec.run import RunSpec
 
@@ -43,7 +43,7 @@ def plan_run(
     memory_gib = memory_gib or here_gib
     target = machine(gpu, memory_gib)
     there = Hardware("cuda" if target.on_gpu else "cpu", target.kind, target.memory_gib, vllm=vllm_installed())
-    spec, chosen = choose(spec, there)
+    spec, chosen = sight.choose(spec, there)
     lengths_given = prompt_tokens or row_tokens
     planned = plans.plan_run(
         spec,

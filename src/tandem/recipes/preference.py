@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.build import training
 from tandem.data.preference_pairs import Pair
 from tandem.data.rated_answers import Rated
-from tandem.errors import DataError, TemplateError
+from tandem.errors import DataError, ImageError, TemplateError
 from tandem.recipes.supervised_steps import longest_of, marked, reported
 from tandem.rollout.recorded_producer import record_answer, record_pair, with_mismatched
 from tandem.runs.run import Run
@@ -25,14 +25,15 @@ def checked_pairs(
     def unusable(pair: Pair) -> str:
         try:
             chosen, rejected = recorded(pair)
-        except TemplateError as error:
+        except (TemplateError, ImageError) as error:
             return str(error)
         if chosen.ids == rejected.ids:
             return "chosen and rejected are the same tokens"
         too_long = [name for name, each in (("chosen", chosen), ("rejected", rejected)) if len(each.ids) > longest]
         return f"{' and '.join(too_long)}: longer than {longest} tokens" if too_long else ""
 
-    split = reported(training.pairs(data, "data").without(unusable), "pair", run, "data")
+    sees = model.renderer.images is not None
+    split = reported(training.pairs(data, "data", sees=sees).without(unusable), "pair", run, "data")
     train, held_out = ([recorded(pair) for pair in rows] for rows in (split.train, split.held_out))
     run.view.say("   one pair; the tokens in [[ ]] are trained, in the first up and in the second down:")
     for trajectory in train[0]:
@@ -56,7 +57,7 @@ def checked_answers(
     def unusable(row: Rated) -> str:
         try:
             too_long = any(len(each.ids) > longest for each in recorded(row))
-        except TemplateError as error:
+        except (TemplateError, ImageError) as error:
             return str(error)
         return f"longer than {longest} tokens" if too_long else ""
 

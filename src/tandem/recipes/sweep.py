@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tandem.build import sight
 from tandem.build.this_machine import this_machine
 from tandem.errors import DataError, RunError, SpecError
 from tandem.io import atomic_write
@@ -30,7 +31,6 @@ from tandem.runs.sweep import (
     summarise,
     table,
 )
-from tandem.spec.hardware import choose
 from tandem.spec.load import AnySpec, as_spec, parse_spec, to_toml, with_values
 from tandem.spec.run import RunSpec
 from tandem.spec.sweep import SweepSpec, combinations
@@ -138,7 +138,7 @@ def _members(spec: RunSpec, asked: SweepSpec, directory: Path) -> list[list[_Mem
         several_seeds = bool(asked.seeds)
         name = member_name(values, seed if several_seeds else None)
         text = ", ".join(filter(None, [label(values), f"seed {seed}" if several_seeds else ""]))
-        whole = to_toml(choose(its, machine)[0])
+        whole = to_toml(sight.choose(its, machine)[0])
         return _Member(its, values, directory / name, whole, text, bool(values))
 
     return [[member(values, seed) for seed in seeds] for values in several]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from tandem.errors import ImageError
 from tandem.protocols import Engine
 from tandem.serve.openai.text_stream import TextStream
 from tandem.types import Completion, Message, Sampling
@@ -92,7 +93,11 @@ class _EngineConversation:
         self.ids = []
 
     async def reply(self, said: str, tell: Callable[[str], None]) -> None:
-        prompt = _next_prompt(self.renderer, self.ids, said, self.system)
+        try:
+            prompt = _next_prompt(self.renderer, self.ids, said, self.system)
+        except ImageError as error:
+            tell(f"({error})\n")
+            return
         room = self.context - len(prompt)
         if room < 1:
             tell(f"({len(prompt)} tokens do not fit into a context of {self.context}; use /reset, or write less)\n")

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from tandem.errors import SpecError
+from tandem.spec.bridges import DISK
 from tandem.spec.engine import VllmEngineSpec
 from tandem.spec.load import parse_spec
 from tandem.spec.model import PresetModel
@@ -54,9 +55,9 @@ class HardwareChoice:
     why: str
 
 
-def choose(spec: RunSpec, machine: Hardware) -> tuple[RunSpec, list[HardwareChoice]]:
+def choose(spec: RunSpec, machine: Hardware, *, sees: bool = False) -> tuple[RunSpec, list[HardwareChoice]]:
     """Return the spec with a value in place of each setting that was left out and that depends on the machine, and the
-    choices. On a CPU, and for a model from scratch, the spec itself."""
+    choices. On a CPU, and for a model from scratch, the spec itself. `sees`: the model is one that sees images."""
     if (named := PROFILES.get(spec.profile)) is not None:
         if named.kind == "cuda" and machine.kind == "cpu":
             raise SpecError(
@@ -68,7 +69,7 @@ def choose(spec: RunSpec, machine: Hardware) -> tuple[RunSpec, list[HardwareChoi
         choices = [HardwareChoice("device", "cpu", "profile = 'laptop'")] if on_cpu else []
         why = "for a CPU" if machine.kind == "cpu" else "a model from scratch is small"
         return spec.changed({"device": "cpu"}) if on_cpu else spec, [*choices, *_as_they_are(spec, why)]
-    choices = _Choices(spec, machine)
+    choices = _Choices(spec, machine, sees)
     choices.numbers()
     choices.memory()
     if isinstance(spec, RlSpec):
@@ -110,8 +111,8 @@ def _as_they_are(spec: RunSpec, why: str) -> list[HardwareChoice]:
 class _Choices:
     """The tables of a spec while settings that were left out are filled in."""
 
-    def __init__(self, spec: RunSpec, machine: Hardware) -> None:
-        self._spec, self._machine = spec, machine
+    def __init__(self, spec: RunSpec, machine: Hardware, sees: bool) -> None:
+        self._spec, self._machine, self._sees = spec, machine, sees
         self.tables: dict[str, Any] = spec.as_written()
         self.made: list[HardwareChoice] = []
 
@@ -142,9 +143,9 @@ class _Choices:
         packed = "rows need no mask and no padding"
         self.put("model.attention", "sdpa" if why_not else "packed", why_not or packed)
         if self.tables["model"]["attention"] == "packed":
-            pays = spec.train.steps >= _PAYS_OFF_STEPS
-            few = f"{spec.train.steps} steps do not pay for compiling"
-            self.put("model.compile", pays, "faster steps, after a start of up to a minute" if pays else few)
+            few = f"{spec.train.steps} steps do not pay for compiling" if spec.train.steps < _PAYS_OFF_STEPS else ""
+            why_not = "a model that sees images is not compiled" if self._sees else few
+            self.put("model.compile", not why_not, why_not or "faster steps, after a start of up to a minute")
 
     def memory(self) -> None:
         """Choose what bounds the memory of a step."""
@@ -187,6 +188,8 @@ class _Choices:
 
     def bridge(self) -> None:
         bridge = usual_bridge(self.tables)
+        if self._sees and bridge.shares_memory:
+            bridge = DISK
         if bridge.engine_end != "module":
             self.put("sync.bridge", bridge.name, bridge.summary)
 

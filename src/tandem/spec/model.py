@@ -10,6 +10,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from tandem.spec.base import LocalPath, Spec
 
+SEEING = "qwen3_vl"
+"""The model type whose images are supported."""
 _PINNED = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)@(?P<revision>[\w./-]+)")
 
 

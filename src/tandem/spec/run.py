@@ -180,7 +180,8 @@ class RlSpec(_RunSpecBase):
         if isinstance(self.engine, HfEngineSpec):
             raise ValueError(
                 f"engine.kind = 'hf': runs inside one process on the trainer's own module, and parallel.ranks = "
-                f"{ranks}; set engine.kind = 'server' or 'vllm', with sync.bridge = 'broadcast'"
+                f"{ranks}; set engine.kind = 'server' or 'vllm', with sync.bridge = 'broadcast', or parallel.ranks = "
+                "1, as a model that sees images needs"
             )
         by_adapter = self.sync.traits.carries == "adapter"
         if self.model.lora is not None and not by_adapter:

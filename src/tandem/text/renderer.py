@@ -27,7 +27,8 @@ from tandem.types import Message, PlacedImage, Thought, ToolCall, text_of
 
 _SENTINEL = "Q7sentinelQ7"
 _PIECE_CHARS = 2**16
-_VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_PAD = "<|image_pad|>"
+_VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", _PAD, "<|video_pad|>")
 """Written by the template for an image, and by nothing else: text that has them would stand for an image."""
 _OWN_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
@@ -45,7 +46,8 @@ class Renderer:
         """`images`: of a model that sees; None: its messages are text only."""
         self.tokenizer = tokenizer
         self.images = images
-        vocabulary = tokenizer.get_vocab() if images is not None else {}
+        # Tokenizers of models of text may have the marks, too, but their templates do not write them.
+        vocabulary = tokenizer.get_vocab() if images is not None or _PAD in str(tokenizer.chat_template) else {}
         self._vision_ids = {name: vocabulary[name] for name in _VISION_MARKS if name in vocabulary}
         self.thinking = thinking
         self._options: Mapping[str, Any] = {}
@@ -112,6 +114,10 @@ class Renderer:
     # --- text to ids
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text without images. ImageError if it has a mark that stands for one."""
+        return self._with_pads(self._ids(text), ())
+
+    def _ids(self, text: str) -> list[int]:
         if not self._most_tokens:
             return self.tokenizer.encode(text, add_special_tokens=False)
         self._refuse_too_long(text)
@@ -151,7 +157,7 @@ class Renderer:
         text = self._render(messages, True, tools)
         if tools and text == self._render(messages, True):
             raise TemplateError("model: its chat template ignores tools, so the model would not know them")
-        return self._with_pads(self.encode(text), messages)
+        return self._with_pads(self._ids(text), messages)
 
     def user_opening(self) -> list[int]:
         """Return the ids before a conversation's first user message."""
@@ -163,7 +169,7 @@ class Renderer:
     def glue(self, messages: Sequence[Message], last_id: int, tools: Tools = ()) -> list[int]:
         """Return the ids between a sampled turn that ended with `last_id` and the next turn: new messages and
         markers."""
-        ids = self._with_pads(self.encode(self._after_assistant(messages, opens_next=True, tools=tools)), messages)
+        ids = self._with_pads(self._ids(self._after_assistant(messages, opens_next=True, tools=tools)), messages)
         # The sampled end of turn exists already; a turn that a limit or a stop string ended has none.
         place = len(self._before_end)
         return ids[place + 1 :] if ids[place : place + 1] == [last_id] else ids
@@ -179,8 +185,7 @@ class Renderer:
                 pending.append(message)
                 continue
             context = self.glue(pending, ids[-1], tools) if ids else self.prompt(pending, tools)
-            said = self._with_pads(self.encode(self._spoken(message)), ())
-            spoken = [*said, *self._before_end, self.end_id]
+            spoken = [*self.encode(self._spoken(message)), *self._before_end, self.end_id]
             ids += context + spoken
             trained += [False] * len(context) + [True] * len(spoken)
             pending = []
@@ -203,18 +208,17 @@ class Renderer:
     def _with_pads(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
         """Return ids with a pad for each token of each image. ImageError if text has a mark that stands for an image:
         the model would take it for one."""
-        if self.images is None:
-            return ids
         digests = _digests(messages)
         for name, token_id in self._vision_ids.items():
             wanted = 0 if name == "<|video_pad|>" else len(digests)
             if ids.count(token_id) > wanted:
-                raise ImageError(f"the text of a message has {name}, which stands for an image; take it out")
+                raise ImageError(f"the text has {name}, which stands for an image; take it out")
+        if not digests:
+            return ids
+        assert self.images is not None, "_render has refused images"
         if ids.count(self.images.pad_id) < len(digests):
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ImageError(f"model: its chat template drops images, of the roles {roles}")
-        if not digests:
-            return ids
         rest = iter(digests)
         lengths = (self.images.length(next(rest)) if each == self.images.pad_id else 1 for each in ids)
         return [each for each, length in zip(ids, lengths, strict=True) for _ in range(length)]

@@ -12,6 +12,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -32,16 +33,18 @@ class ImageFeatures:
     def __init__(self, source: ImageSource, dtype: str) -> None:
         """`dtype`: vLLM's. Its tower rounds pixels to it first; rounded here, they are half as long."""
         self._source, self._dtype = source, _SENT_AS.get(dtype, torch.float32)
-        self._message = lru_cache(_MOST_KEPT)(self._made)
+        self._message, self._lock = lru_cache(_MOST_KEPT)(self._made), Lock()
 
     def of(self, prompt_ids: Sequence[int], images: Sequence[PlacedImage]) -> dict[str, Any]:
         """Return `features` of /inference/v1/generate. ImageError if an image's place is not one in this prompt."""
         if why := why_misplaced(prompt_ids, images, self._source):
             raise ImageError(why)
+        with self._lock:  # siblings ask at the same time, on threads
+            messages = [self._message(image.digest) for image in images]
         return {
             "mm_hashes": {"image": [self._hash(image.digest) for image in images]},
             "mm_placeholders": {"image": [{"offset": image.offset, "length": image.length} for image in images]},
-            "kwargs_data": {"image": [self._message(image.digest) for image in images]},
+            "kwargs_data": {"image": messages},
         }
 
     def _hash(self, digest: str) -> str:

@@ -111,7 +111,8 @@ def copied_bytes(spec: RunSpec, shape: ModelShape, rank: Rank = ALONE) -> int:
 
 def checkpoint_bytes(spec: RunSpec, shape: ModelShape) -> int:
     """On the disk: that, and a deployable copy of what is trained."""
-    return copied_bytes(spec, shape) + _trained_bytes(spec, shape)
+    frozen = shape.tower * width_of(spec.precision) if spec.model.lora is None else 0
+    return copied_bytes(spec, shape) + _trained_bytes(spec, shape) + frozen
 
 
 def _trained_bytes(spec: RunSpec, shape: ModelShape, rank: Rank = ALONE) -> int:
@@ -137,7 +138,7 @@ def sync_bytes(spec: RlSpec, shape: ModelShape) -> int:
         return 0
     if spec.sync.traits.carries == "adapter":
         return adapter_numbers(shape, spec.model.lora) * width_of(spec.precision)
-    return shape.total * width_of(spec.precision)
+    return shape.held * width_of(spec.precision)
 
 
 def _load(spec: RunSpec, shape: ModelShape, machine: Machine, rank: Rank) -> Phase:
@@ -148,19 +149,19 @@ def _load(spec: RunSpec, shape: ModelShape, machine: Machine, rank: Rank) -> Pha
     low = _master(spec.precision, rank.held(shape)) if spec.model.lora is None else 0
     largest = max(prod(rank.rows(dims)) for dims in shape.tables) * 4
     whole = rank.count == 1 or isinstance(spec.model, PresetModel) or spec.model.warm_start is not None
-    there = (weights + low) / _GIB if machine.on_gpu else max(weights + low, 4 * shape.total * whole) / _GIB
+    there = (weights + low) / _GIB if machine.on_gpu else max(weights + low, 4 * shape.held * whole) / _GIB
     parts = {"weights": weights / _GIB, "one tensor in 32 bits": largest / _GIB, "process": process}
     return Phase("load", there + largest / _GIB * machine.on_gpu + process, parts)
 
 
 def _weights(lora: LoraSpec | None, shape: ModelShape, width: int, rank: Rank) -> int:
     if lora is None:
-        return rank.held(shape) * width
+        return (rank.held(shape) + shape.tower) * width
     if rank.count > 1:  # and adapters whole
         return rank.held(shape) * width + adapter_numbers(shape, lora) * 4
     few = _FEW_BITS.get(lora.base, float(width))
     linears = sum(prod(dims) for dims in shape.linears.values()) * shape.layers
-    return int(linears * few + (shape.total - linears) * width) + adapter_numbers(shape, lora) * 4
+    return int(linears * few + (shape.held - linears) * width) + adapter_numbers(shape, lora) * 4
 
 
 def _master(precision: PrecisionSpec, trained: int) -> int:
@@ -209,6 +210,8 @@ def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, ra
         "master": (_master(spec.precision, rank.held(shape)) if lora is None else 0) / _GIB,
         "optimizer": state / _GIB,
     }
+    if shape.tower:
+        found["images"] = byte_sizes.IMAGE_CACHE_BYTES / _GIB
     if not machine.on_gpu and saves_between_steps(spec):
         found["checkpoint"] = copied_bytes(spec, shape, rank) / _GIB
     teacher = read_teacher(spec)
@@ -334,7 +337,7 @@ def rows_held(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) -> 
     engine = spec.engine
     if isinstance(engine, VllmEngineSpec) and machine.on_gpu and not engine.url:
         share = engine.tensor_parallel * (engine.memory_share * machine.memory_gib - _OF_VLLM_GIB) * _GIB
-        room = share - shape.total * width_of(spec.precision)
+        room = share - shape.held * width_of(spec.precision)
     elif isinstance(engine, HfEngineSpec):
         room = engine.kv_gib * _GIB / engine.replicas
     elif isinstance(engine, ServerEngineSpec) and not engine.url:
@@ -346,7 +349,7 @@ def rows_held(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) -> 
 
 def share_for(spec: RlSpec, engine: VllmEngineSpec, shape: ModelShape, work: Work, machine: Machine) -> float:
     """`engine.memory_share` that holds the keys and values of all sequences, in whole hundredths."""
-    held = shape.total * width_of(spec.precision) + work.rows / engine.replicas * row_bytes(spec, shape, work)
+    held = shape.held * width_of(spec.precision) + work.rows / engine.replicas * row_bytes(spec, shape, work)
     return ceil(100 * (held / _GIB / engine.tensor_parallel + _OF_VLLM_GIB) / machine.memory_gib) / 100
 
 
@@ -395,4 +398,4 @@ def largest_cache_gib(spec: RunSpec, shape: ModelShape, machine: Machine) -> flo
     for rank in [Rank.of(spec, 0)] if machine.on_gpu else all_ranks(spec):
         rest -= machine.context_gib + sum(_always(spec, shape, spec.train, machine, rank).values())
     own = isinstance(spec, RlSpec) and not isinstance(spec.engine, HfEngineSpec)
-    return max(0.0, rest - (shape.total * width / _GIB + machine.context_gib if own else 0.0))
+    return max(0.0, rest - (shape.held * width / _GIB + machine.context_gib if own else 0.0))

@@ -16,7 +16,7 @@ from tandem.io.gguf.source import gguf_of
 from tandem.io.model_path_check import refuse_no_model
 from tandem.ops.byte_sizes import Dims, ModelShape
 from tandem.spec.algorithm import DistillSpec
-from tandem.spec.model import LoraSpec, ModelSpec, PresetModel
+from tandem.spec.model import SEEING, LoraSpec, ModelSpec, PresetModel
 from tandem.spec.presets import preset_config
 from tandem.spec.run import RunSpec
 
@@ -28,7 +28,7 @@ class NoPlan(SpecError):
 BYTE_VOCABULARY = 266
 """Of the presets: 256 bytes and ten special tokens."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_QK_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
+_QK_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True, f"{SEEING}_text": True}
 """Architectures whose layers are known here, and whether queries and keys have norms."""
 
 
@@ -70,13 +70,14 @@ def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    config = config.get("text_config") or config
+    whole, config = config, config.get("text_config") or config
     kind = str(config.get("model_type", "unknown"))
     if kind not in _QK_NORM:
         raise NoPlan(
             f"'{name}': the layers of '{kind}' are not known to the planner, only those of {', '.join(_QK_NORM)}"
         )
     try:
+        vision = whole["vision_config"] if whole.get("model_type") == SEEING else None
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         bias = bool(config.get("attention_bias", False))
         return ModelShape(
@@ -87,15 +88,27 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             qk_norm=_QK_NORM[kind],
             qkv_bias=kind == "qwen2" or bias,
             out_bias=kind != "qwen2" and bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
             context=int(config.get("max_position_embeddings") or 0),
+            tower=_tower(vision) if vision else 0,
+            pixels=vision["patch_size"] * vision["spatial_merge_size"] if vision else 0,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise NoPlan(f"'{name}': its config lacks what a plan needs: {error}") from error
+
+
+def _tower(vision: Mapping[str, Any]) -> int:
+    """Return the number of parameters of a Qwen3-VL's vision tower."""
+    width, wide, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    patch = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    block = 4 * width * (width + 1) + wide * (2 * width + 1) + 5 * width
+    merged, deep = width * vision["spatial_merge_size"] ** 2, len(vision["deepstack_visual_indexes"])
+    mergers = (1 + deep) * (merged + out) * (merged + 1) + 2 * width + deep * 2 * merged
+    return width * (patch + 1 + vision["num_position_embeddings"]) + vision["depth"] * block + mergers
 
 
 def trained_tensors(shape: ModelShape, lora: LoraSpec | None) -> list[tuple[Dims, bool]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,21 @@ def plan_run(
     target = machine(gpu or kind_of(spec), memory_gib)
     kind = target.kind
     shape = read_shape(spec.model)
+    if shape.tower:  # whose layers are not compiled (model/policy.py)
+        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"compile": False})})
 
     def work_on(spec: RunSpec) -> Work:
-        return work_of(
+        found = work_of(
             spec, shape, target.answer_share,
             prompt_tokens=prompt_tokens, row_tokens=row_tokens, answer_tokens=answer_tokens, on_gpu=target.on_gpu,
             lengths=lengths,
         )  # fmt: skip
+        unknown = (
+            "a plan does not know how many images there are, and how large: each adds a token for every "
+            f"{shape.pixels} x {shape.pixels} of its pixels, which --row-tokens or --prompt-tokens can count, and "
+            "work of the vision tower"
+        )
+        return replace(found, lengths="assumed", assumed=(*found.assumed, unknown)) if shape.tower else found
 
     work = work_on(spec)
     of_ranks = [phases(spec, shape, work, target, rank) for rank in all_ranks(spec)]
@@ -175,6 +183,8 @@ def _enough_ranks(
     spec: RunSpec, shape: ModelShape, work_on: Callable[[RunSpec], Work], target: Machine
 ) -> tuple[dict[int, float], str]:
     """Return the smallest power of two of ranks on which it fits, and GiB a rank; or none, and why."""
+    if shape.tower:
+        return {}, "one process trains a model that sees images"
     worst: Phase | None = None
     hosts = spec.parallel.hosts
     for count in (2**power for power in range(MOST_RANKS.bit_length())):
@@ -225,7 +235,8 @@ def _trainer(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
 def _parameters(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
     adapters = adapter_numbers(shape, spec.model.lora)
     trained = adapters if spec.model.lora else shape.total
-    return {**shape.numbers, "adapters": adapters, "total": shape.total + adapters, "trained": trained}
+    beside = {"vision tower": shape.tower, "adapters": adapters}
+    return {**shape.numbers, **beside, "total": shape.held + adapters, "trained": trained}
 
 
 def _bridge(spec: RunSpec, shape: ModelShape) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tandem.errors import StoreError, TandemError, TemplateError, TextTooLong
+from tandem.errors import ImageError, StoreError, TandemError, TemplateError, TextTooLong
 from tandem.io.chat_feedback import ChatStore
 from tandem.protocols import OnToken, ScoringEngine, why_not_sampled
 from tandem.serve.http.openapi_document import EVENTS, JSON, speaks
@@ -269,8 +269,9 @@ class OpenAi:
         """Await the opening of a request's samples. `named`: the request's field with the prompts."""
         try:
             return await opening
-        except TextTooLong as error:
-            raise RequestRefused(422, str(error), field=named, code="context_length_exceeded") from error
+        except (TextTooLong, ImageError) as error:
+            code = "context_length_exceeded" if isinstance(error, TextTooLong) else ""
+            raise RequestRefused(422, str(error), field=named, code=code) from error
 
     def _job(
         self, asked: ChatRequest | CompletionRequest, opened: OpenedSamples, max_tokens: int,
