@@ -80,7 +80,7 @@ def test_the_loss_is_that_of_a_teacher_in_this_process(
 
     def loss_of(algorithm: Algorithm, batch: Batch, micro: Any) -> tuple[float, Mapping[str, float]]:
         loss, sums = algorithm.loss(student.logprobs(micro, 1.0), micro, batch.totals)
-        return loss.item(), sums
+        return loss.item(), {name: torch.as_tensor(value).item() for name, value in sums.items()}
 
     there, here = (distill.make(DistillSpec(teacher=name, reward_coef=0.3)) for name in ("http://any/v1", "here"))
     assert (there.needs_reference, here.needs_reference) == (False, True)
