@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
-import io
 import json
 import struct
 import zlib
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_images import END, PAD, START, VIDEO, drawn, seeing_tokenizer
+from family_images import END, PAD, START, VIDEO, as_png, drawn, seeing_tokenizer
 from PIL import Image, ImageColor
 
 from tandem.data.conversation import BadRow, located, parse_row
@@ -184,12 +183,6 @@ def test_bytes_a_picture_a_path_and_a_data_uri_are_one_image(store, tmp_path):
     assert text_of(kept["content"]).startswith(f"[image {store.put(CAT)[:12]} 32x16]")
 
 
-def png(image: Any) -> bytes:
-    content = io.BytesIO()
-    image.save(content, "PNG")
-    return content.getvalue()
-
-
 def bomb() -> bytes:
     """The beginning of a PNG of 20,000 x 20,000 pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
@@ -203,7 +196,7 @@ def bomb() -> bytes:
 def test_what_is_transparent_is_white_and_a_file_that_changed_is_written_again(store, tmp_path):
     clear = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
     clear.putpixel((1, 0), (0, 0, 255, 255))
-    found = opened(png(clear))
+    found = opened(as_png(clear))
     assert (found.mode, found.getpixel((0, 0)), found.getpixel((1, 0))) == ("RGB", (255, 255, 255), (0, 0, 255))
     digest = store.put(CAT)
     (tmp_path / "images" / digest).write_bytes(DOG)
@@ -223,7 +216,7 @@ def test_what_is_transparent_is_white_and_a_file_that_changed_is_written_again(s
             "an image has a 'path', an 'image' or an 'image_url'; this has type, url",
         ),
         ({"type": "image", "image": b""}, "it is empty"),
-        ({"type": "image", "image": png(Image.new("I;16", (2, 2)))}, "more than 8 bits a channel"),
+        ({"type": "image", "image": as_png(Image.new("I;16", (2, 2)))}, "more than 8 bits a channel"),
         ({"type": "image", "image": bomb()}, "more pixels than the"),
         ({"type": "image", "path": "no_such.png"}, "'no_such.png' is no file"),
         ({"type": "image", "image": b"<svg/>"}, "it is no image that can be read"),

@@ -7,7 +7,6 @@ parts, so that what is decided between them is decided on the numbers of all ran
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
@@ -142,13 +141,11 @@ class TreeTrainer(PolicyTrainer):
     def _decided(self, batch: Batch, reports: Sequence[Report], norm: float) -> tuple[Metrics, float]:
         """The step's metrics, and by what the gradient is multiplied; below 0 if the batch is set aside. `reports`: in
         the order of the leaves."""
-        sums: defaultdict[str, float] = defaultdict(float, {"loss/total": 0.0})
-        gap = Gap()
+        sums, gap = StepSums(), Gap()
         for report in reports:
-            for name, value in report["sums"].items():
-                sums[name] += value
+            sums.add(report["sums"])
             gap.join(Gap.of(report["gap"]))
-        metrics = {**sums, **self.gap_watch.accept(gap)}
+        metrics = {"loss/total": 0.0, **sums.read(), **self.gap_watch.accept(gap)}
         if not (math.isfinite(norm) and math.isfinite(metrics["loss/total"])):
             self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
             return metrics, -1.0
