@@ -33,7 +33,7 @@ from tandem.control.reconcile import Reconciler
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Event, Run, Usage
 from tandem.errors import Conflict, Fenced, MaybeLaunched, ProviderSilent
-from tandem.types import Handle, Job, Need, Offer, Sight
+from tandem.job_types import Handle, Job, Need, Offer, Sight
 
 TICK_MS, MOST_TICKS, PREFIX = 10_000, 250, "tandem-trial-"
 PLANTS = ("", "provider-decides", "claim-ignored", "close-unchecked")

@@ -24,7 +24,7 @@ import tandem
 PACKAGE = Path(tandem.__file__).parent
 
 LAYERS = (
-    ("errors", "types"),
+    ("errors", "types", "job_types"),
     ("spec",),
     ("protocols", "obs", "io", "ops", "data", "shapes"),
     ("text", "env", "algo", "optim", "model", "bridge", "engine", "providers", "client"),
@@ -69,6 +69,7 @@ LIGHT = (
     "__main__.py",
     "errors.py",
     "types.py",
+    "job_types.py",
 )
 
 COMES_WITH = {
@@ -423,6 +424,7 @@ def test_what_runs_inside_another_engine_needs_torch_and_the_standard_library_al
         "io/bounded_json.py",
         "io/safetensors_format.py",
         "types.py",
+        "job_types.py",
         "protocols.py",
         "spec/__init__.py",
         "spec/bridges.py",

@@ -20,18 +20,13 @@ from tandem.types import (
     Completion,
     Fingerprints,
     Group,
-    Handle,
-    Job,
     Message,
     Metrics,
     MicroBatch,
-    Need,
-    Offer,
     Outcome,
     Sampling,
     Sent,
     Served,
-    Sight,
     Task,
     Ticket,
     TokenLogprobs,
@@ -46,6 +41,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from tandem.job_types import Handle, Job, Need, Offer, Sight
 
 
 class Reply(Protocol):

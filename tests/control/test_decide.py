@@ -28,7 +28,7 @@ from tandem.control.decide import (
     decide,
     wanted,
 )
-from tandem.types import Handle, Sight
+from tandem.job_types import Handle, Sight
 
 NOW = 10_000_000
 JOB, OTHER = Handle("job", "1"), Handle("job", "2")

@@ -18,7 +18,7 @@ from tandem.control.reconcile import Reconciler
 from tandem.control.store import Store
 from tandem.control.tables import Attempt, Run
 from tandem.errors import ProviderBusy, ProviderRefused, ProviderSilent
-from tandem.types import Handle, Job, Need, Offer, Sight
+from tandem.job_types import Handle, Job, Need, Offer, Sight
 
 PREFIX = "tandem-x-"
 

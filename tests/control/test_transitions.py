@@ -288,7 +288,7 @@ def test_a_writer_that_read_an_earlier_row_writes_nothing(rig: Rig):
 
 
 def test_a_job_is_noted_only_while_its_attempt_is_not_closed(rig: Rig):
-    from tandem.types import Handle
+    from tandem.job_types import Handle
 
     attempt = rig.open()
     asyncio.run(rig.store.write(partial(transitions.note_handle, attempt=attempt, handle=Handle("n", "7"))))

@@ -17,8 +17,8 @@ import pytest
 from places import Place
 
 from tandem.errors import MaybeLaunched, ProviderError, ProviderRefused, ProviderSilent
+from tandem.job_types import Handle, Job, Need, Sight
 from tandem.protocols import Provider
-from tandem.types import Handle, Job, Need, Sight
 
 _names = itertools.count()
 NEED = Need(cpus=0)

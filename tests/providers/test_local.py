@@ -15,9 +15,9 @@ from sentences import begun, run, seen, sh, text_of, until, wait_for_text
 
 from tandem.errors import ProviderRefused
 from tandem.io.process_identity import identity
+from tandem.job_types import Handle, Job, Need
 from tandem.protocols import Provider
 from tandem.providers.machine import LocalSettings, MachineProvider
-from tandem.types import Handle, Job, Need
 
 
 @pytest.fixture(scope="module")

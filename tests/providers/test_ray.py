@@ -12,9 +12,9 @@ from sentences import *  # noqa: F403
 from sentences import begun, job, run, sh, until
 
 from tandem.errors import ProviderRefused
+from tandem.job_types import Handle, Need
 from tandem.protocols import Provider
 from tandem.providers.ray import RayProvider, RaySettings
-from tandem.types import Handle, Need
 
 pytestmark = pytest.mark.skipif(not ray(), reason="no `ray` on the PATH: pip install 'ray[default]'")
 

@@ -11,9 +11,9 @@ import pytest
 
 from tandem.build.targets import open_provider, read_targets
 from tandem.errors import MaybeLaunched, ProviderRefused, SpecError
+from tandem.job_types import Handle, Job, Need
 from tandem.providers.skypilot import SkyPilotProvider, SkyPilotSettings
 from tandem.providers.skypilot_offers import offered
-from tandem.types import Handle, Job, Need
 
 # Rows as skypilot_client.py makes them of SkyPilot's catalogue; a number may be missing (-1). The prices are made up.
 ROWS = [

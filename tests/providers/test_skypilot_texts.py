@@ -11,7 +11,7 @@ import pytest
 from test_skypilot_alone import provider
 
 from tandem.errors import ProviderRefused
-from tandem.types import Handle, Job, Need
+from tandem.job_types import Handle, Job, Need
 
 
 def test_a_python_that_is_none_or_has_no_skypilot_is_refused_by_name(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from sentences import *  # noqa: F403
 from sentences import NEED, begun, job, processes_with, run, seen, sh, text_of, until
 
 from tandem.errors import MaybeLaunched, ProviderRefused, ProviderSilent
+from tandem.job_types import Handle, Job, Need
 from tandem.protocols import Provider
 from tandem.providers.slurm import SlurmProvider, SlurmSettings
-from tandem.types import Handle, Job, Need
 
 pytestmark = pytest.mark.skipif(not slurm(), reason="no Slurm here, or not root: make install-system")
 

@@ -13,9 +13,9 @@ from sentences import *  # noqa: F403
 from sentences import begun, job, run, seen, until
 
 from tandem.errors import ProviderSilent
+from tandem.job_types import Handle, Need
 from tandem.protocols import Provider
 from tandem.providers.machine import MachineProvider, SshTargetSettings
-from tandem.types import Handle, Need
 
 pytestmark = pytest.mark.skipif(not sshd(), reason="no sshd here: make install-system")
 

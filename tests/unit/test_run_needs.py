@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tandem.errors import ProviderRefused
+from tandem.job_types import Need, Offer
 from tandem.recipes.run_needs import need_of
 from tandem.spec.load import parse_spec, to_toml
-from tandem.types import Need, Offer
 
 TABLES: dict[str, Any] = {
     "recipe": "rl",

@@ -31,8 +31,8 @@ def targets(
 ) -> None:
     """List what each target offers now, its price, and why not. Starts nothing. Exit code 1: no target fits."""
     from tandem.errors import SpecError
+    from tandem.job_types import Need
     from tandem.recipes.targets import list_targets
-    from tandem.types import Need
 
     need = Need(gpus=gpus, gpu=gpu, gpu_memory_gib=gpu_memory_gib, hosts=hosts)
     if server and (file is not None or need != Need()):
@@ -57,8 +57,8 @@ def targets(
 
 def _of_server() -> list[TargetOffers]:
     from tandem.client import Tandem
+    from tandem.job_types import Offer
     from tandem.recipes.targets import TargetOffers
-    from tandem.types import Offer
 
     with Tandem() as client:
         return [

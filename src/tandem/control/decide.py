@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.types import Handle, Sight
+from tandem.job_types import Handle, Sight
 
 RunState = Literal["queued", "starting", "running", "waiting", "succeeded", "failed", "cancelled", "stopped"]
 EndState = Literal["succeeded", "failed", "cancelled", "stopped"]

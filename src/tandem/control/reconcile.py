@@ -36,8 +36,8 @@ from tandem.control.decide import (
 )
 from tandem.control.store import Store
 from tandem.errors import Conflict, MaybeLaunched, ProviderBusy, ProviderRefused, ProviderSilent, StoreError
+from tandem.job_types import Handle, Job, Sight
 from tandem.protocols import Provider
-from tandem.types import Handle, Job, Sight
 
 _log = logging.getLogger(__name__)
 

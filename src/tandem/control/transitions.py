@@ -30,8 +30,8 @@ from tandem.control.ids import new_id
 from tandem.control.tables import Attempt, Event, Org, Project, Run, Usage
 from tandem.control.vault import check_there
 from tandem.errors import Conflict, Fenced, NotKnown
+from tandem.job_types import Handle
 from tandem.shapes.agent import CostLimits
-from tandem.types import Handle
 
 _RUNS, _ATTEMPTS, _USAGE, _EVENTS = (cast("sa.Table", each.__table__) for each in (Run, Attempt, Usage, Event))
 

@@ -10,10 +10,10 @@ from typing import Literal
 from pydantic import Field
 
 from tandem.errors import ProviderRefused, ProviderSilent
+from tandem.job_types import Job, Need, Offer
 from tandem.providers.scripted import ScriptedProvider
 from tandem.providers.settings import TargetSettings
 from tandem.providers.shell import Shell, SshSettings, only_from_here
-from tandem.types import Job, Need, Offer
 
 
 class MachineSettings(TargetSettings):

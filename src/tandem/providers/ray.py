@@ -15,9 +15,9 @@ import httpx
 from pydantic import Field
 
 from tandem.errors import MaybeLaunched, ProviderRefused, ProviderSilent
+from tandem.job_types import Handle, Job, Need, Offer, Sight
 from tandem.providers.settings import TargetSettings, check_job, checked_name, checked_path
 from tandem.providers.shell import exports
-from tandem.types import Handle, Job, Need, Offer, Sight
 
 _ENV = "TANDEM_JOB_ENV"
 _CODE_LINE = "tandem: exit code "

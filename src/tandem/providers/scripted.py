@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 
 from tandem.errors import MaybeLaunched, ProviderBusy, ProviderRefused, ProviderSilent
+from tandem.job_types import Handle, Job, Sight
 from tandem.providers.settings import TargetSettings, check_job, checked_name, checked_path
 from tandem.providers.shell import Printed, Shell, exports
-from tandem.types import Handle, Job, Sight
 
 _REFUSED = 69
 _KILL_S = 2.0

@@ -7,8 +7,8 @@ import re
 from pydantic import Field
 
 from tandem.errors import ProviderRefused
+from tandem.job_types import Job
 from tandem.spec.base import Spec
-from tandem.types import Job
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

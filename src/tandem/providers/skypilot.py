@@ -24,12 +24,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tandem.errors import MaybeLaunched, ProviderRefused, ProviderSilent
+from tandem.job_types import Handle, Job, Need, Offer, Sight
 from tandem.providers.line_process import LineProcess
 from tandem.providers.scripted import ScriptedProvider
 from tandem.providers.settings import TargetSettings, check_job, checked_name, checked_path
 from tandem.providers.shell import Shell, exports, only_from_here, read_text, written
 from tandem.providers.skypilot_offers import offered
-from tandem.types import Handle, Job, Need, Offer, Sight
 
 _DOWN_S = 600.0
 

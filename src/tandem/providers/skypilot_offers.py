@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tandem.types import Need, Offer
+from tandem.job_types import Need, Offer
 
 _OWNED = ("slurm", "kubernetes", "ssh")
 """Where SkyPilot knows no prices, and needs none."""

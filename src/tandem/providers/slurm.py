@@ -12,10 +12,10 @@ from typing import Literal
 from pydantic import Field
 
 from tandem.errors import ProviderRefused, ProviderSilent
+from tandem.job_types import HOST_VARIABLES, Job, Need, Offer
 from tandem.providers.scripted import ScriptedProvider
 from tandem.providers.settings import TargetSettings
 from tandem.providers.shell import Shell, SshSettings, exports, only_from_here
-from tandem.types import HOST_VARIABLES, Job, Need, Offer
 
 _SLURMS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LAUNCH_NODE_IPADDR")  # srun is run on the first host
 _ON_EACH = " ".join(f'{name}="${slurms}"' for name, slurms in zip(HOST_VARIABLES, _SLURMS, strict=True)) + ' exec "$@"'

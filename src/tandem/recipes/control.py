@@ -31,6 +31,7 @@ from tandem.control.vault import wrap_all_again
 from tandem.errors import SpecError
 from tandem.io.own_release import own_release
 from tandem.io.provenance import read_signer
+from tandem.job_types import Job, Need
 from tandem.recipes.plan_offers import ChildPlanner
 from tandem.recipes.run_needs import need_of
 from tandem.recipes.targets import ask_targets
@@ -39,7 +40,6 @@ from tandem.serve.http.run import Listen, Server
 from tandem.serve.http.service import create_app
 from tandem.shapes.agent import TOKEN_VARIABLE
 from tandem.shapes.runs import OfferInfo, TargetInfo
-from tandem.types import Job, Need
 
 
 def serve_control(

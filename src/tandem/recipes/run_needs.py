@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tandem.errors import ProviderRefused, SpecError
+from tandem.job_types import Need
 from tandem.protocols import Provider
 from tandem.spec.load import parse_spec
 from tandem.spec.run import RunSpec
 from tandem.spec.toml import parse_toml
-from tandem.types import Need
 
 _CPUS_PER_GPU = 4
 

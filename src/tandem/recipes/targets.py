@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.build.targets import AnyTarget, open_provider, read_targets
 from tandem.errors import ProviderError
-from tandem.types import Need, Offer
+from tandem.job_types import Need, Offer
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, cast
 from tandem.errors import SpecError
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
-from tandem.types import HOST_VARIABLES
+from tandem.job_types import HOST_VARIABLES
 
 COME_S = 120.0
 """How long the first host's agent waits for those of the others."""
