@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tandem.model.forward import Forward, _mask, _packed
 from tandem.ops import packed_attention
 from tandem.ops.activation_sizes import Pass, layer_bytes
 from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.lm_head import Head
 from tandem.ops.packed_attention import attend, pack
 
 pytestmark = [
@@ -38,6 +40,10 @@ def module(seed: int = 0, **more: Any) -> Any:
         if parameter.ndim == 2:
             parameter.data.normal_(0, 0.1)
     return made.to(torch.bfloat16).eval()
+
+
+def hidden_of(model: Any) -> Callable[..., Tensor]:
+    return Head(model, model.config.vocab_size).hidden
 
 
 def rows() -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +103,7 @@ def test_packed_and_masked_models_agree(compiled: bool, recompute: bool) -> None
     packed = pack(segments_BT.cpu(), parents_BT.cpu(), segments_BT.device)
     for layer in forward._layers(fast):
         layer.training = recompute
-    ours = _packed(fast.base_model, ids_BT, positions_BT, packed)
+    ours = _packed(hidden_of(fast), ids_BT, positions_BT, packed)
     wide = copy.deepcopy(plain).double()
     mask, at = _mask(wide.config, segments_BT, parents_BT, positions_BT)
     bodies = [
@@ -135,7 +141,7 @@ def test_compiled_layers_keep_what_the_plan_counts(activations: str) -> None:
     kept: list[int] = []
     for _ in range(2):
         before = torch.cuda.memory_allocated()
-        hidden = _packed(fast.base_model, ids_BT, places_BT, packed)
+        hidden = _packed(hidden_of(fast), ids_BT, places_BT, packed)
         kept.append(torch.cuda.memory_allocated() - before)
         hidden.float().sum().backward()
         fast.zero_grad(set_to_none=True)
@@ -154,11 +160,11 @@ def test_copies_compute_with_their_own_weights() -> None:
     packed = pack(segments_BT.cpu(), parents_BT.cpu(), segments_BT.device)
     ids_BT = torch.ones_like(segments_BT)
     with torch.no_grad():
-        before = _packed(frozen.base_model, ids_BT, positions_BT, packed)
+        before = _packed(hidden_of(frozen), ids_BT, positions_BT, packed)
         for parameter in fast.parameters():
             parameter.mul_(1.5)
-        assert torch.equal(_packed(frozen.base_model, ids_BT, positions_BT, packed), before)
-        assert not torch.equal(_packed(fast.base_model, ids_BT, positions_BT, packed), before)
+        assert torch.equal(_packed(hidden_of(frozen), ids_BT, positions_BT, packed), before)
+        assert not torch.equal(_packed(hidden_of(fast), ids_BT, positions_BT, packed), before)
 
 
 def test_float32_is_masked() -> None:
