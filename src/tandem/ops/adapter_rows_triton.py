@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # ruff: noqa: RUF005 - Triton has no starred tuples
 """The kernels of adapters in decode steps: rows of one adapter are multiplied with its matrices, a tile at a time.
 

@@ -190,9 +190,13 @@ class EmbeddedEngine:
         if self._vision is not None and (odd := [each for each in tensors if ".visual." in each]):
             raise SyncError(f"adapter '{name}': '{odd[0]}' is of the vision tower, which stays as it is")
         if expected is None:
-            expected = await self._call(digest.fingerprints, tensors)
+            expected = await self._call(digest.fingerprints_of_host, tensors, self._device)
         async with self._iterating:  # between two iterations, as weights change
             await self._call(self._adapters.put, name, tensors, config, expected)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Return memory on the host that an adapter is read into; a GPU copies from it at full speed."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     async def drop_adapter(self, name: str) -> None:
         """Serve an adapter no more. EngineError while a request uses it."""

@@ -29,7 +29,9 @@ from torch import Tensor
 
 from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.errors import EngineError, SyncError
+from tandem.ops.batched_launches import copy_all
 from tandem.ops.digest import all_at_once
+from tandem.ops.named_tensors import copied_to
 from tandem.types import Fingerprints
 
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -95,7 +97,7 @@ class MixedAdapters:
         self._group: _Group | None = None
         self._input: Tensor | None = None
         """The group of the last layer, and its input in this pass. What its layers share:"""
-        self._narrow_L: Sequence[Tensor] = ()
+        self._narrow_L: list[Tensor] = []
         """For the grid: the first products, as [K, M, E]."""
         self._outputs: list[Tensor] = []
         """For tiles: of each layer, the adapters added."""
@@ -120,8 +122,8 @@ class MixedAdapters:
         owners = {_owner(key) for key in tensors}
         free = self._free_slot(owners, rank := int(config["r"]))
         views = self._views(tensors, free, rank)
-        for key, view in views.items():
-            view.copy_(tensors[key], non_blocking=True)
+        sent = copied_to(self._device, tensors)
+        copy_all((view, sent[key]) for key, view in views.items())
         found, not_finite = all_at_once(views.items())
         try:
             if not_finite:
@@ -272,16 +274,16 @@ class MixedAdapters:
         kernels.add_wide(narrow, group.b_LCEO, [each.view(len(x_RI), -1) for each in outputs], self._tiles)
         return outputs
 
-    def _first(self, plan: _Plan, group: _Group, x_RTI: Tensor) -> Sequence[Tensor]:
+    def _first(self, plan: _Plan, group: _Group, x_RTI: Tensor) -> list[Tensor]:
         """Return the first products of all layers of a group in the grid: one launch if there is one adapter."""
         a_L, _ = self._some(group, plan.slots)
         grid = x_RTI.to(self._stacks.dtype)
         grid = grid if plan.rows_KM is None else grid[plan.rows_KM]
         grid = grid.reshape(len(plan.slots), -1, x_RTI.shape[2])
-        if len(plan.slots) > 1 or len(a_L) == 1:
+        if len(plan.slots) != 1 or len(a_L) == 1:
             return [torch.bmm(grid, a_KIE) for a_KIE in a_L]
         a_LIE = group.a_LCIE[:, plan.slots[0]]
-        return torch.bmm(grid.expand(len(a_LIE), -1, -1), a_LIE).unsqueeze(1).unbind()
+        return [*torch.bmm(grid.expand(len(a_LIE), -1, -1), a_LIE).unsqueeze(1)]
 
     def _second(self, plan: _Plan, group: _Group, at: int, output: Tensor) -> Tensor:
         """Add a layer's adapters to its output, in place, and in the stacks' precision."""
