@@ -80,8 +80,8 @@ def narrow(x_RI: Tensor, a_LCIE: Tensor, tiles: Tiles, into_LRPE: Tensor) -> Non
     parts, (warps, at_once, ahead) = into_LRPE.shape[2], _sizes_narrow(inputs, rank)
     with torch.cuda.device_of(x_RI):
         _narrow[(most_tiles(rows, capacity), parts, layers)](
-            x_RI, a_LCIE, into_LRPE, tiles.tiles_TN, x_RI.stride(0),
-            NUM_ROWS=rows, SLOTS=capacity, INPUTS=inputs, RANK=rank, WIDE=_wide(rank), PARTS=parts, AT_ONCE=at_once,
+            x_RI, a_LCIE, into_LRPE, tiles.tiles_TN, rows, x_RI.stride(0),
+            SLOTS=capacity, INPUTS=inputs, RANK=rank, WIDE=_wide(rank), PARTS=parts, AT_ONCE=at_once,
             TILE=ROWS, AHEAD=ahead, EARLY=EARLY, num_warps=warps, **_launched(),
         )  # fmt: skip
 
@@ -97,8 +97,8 @@ def add_wide(narrow_LRPE: Tensor, b_LCEO: Sequence[Tensor], outputs_LRO: Sequenc
     with torch.cuda.device_of(narrow_LRPE):
         _add_wide[(most_tiles(rows, len(b_LCEO[0])), blocks)](
             narrow_LRPE, *b_LCEO, *[b_LCEO[0]] * lacking, *outputs_LRO, *[outputs_LRO[0]] * lacking,
-            tiles.tiles_TN,
-            NUM_ROWS=rows, OUTPUTS0=sizes[0], OUTPUTS1=sizes[1], OUTPUTS2=sizes[2], RANK=rank, WIDE=_wide(rank),
+            tiles.tiles_TN, rows,
+            OUTPUTS0=sizes[0], OUTPUTS1=sizes[1], OUTPUTS2=sizes[2], RANK=rank, WIDE=_wide(rank),
             PARTS=parts, PARTS_WIDE=triton.next_power_of_2(parts), AT_ONCE=at_once,
             TILE=ROWS, AHEAD=ahead, EARLY=EARLY, num_warps=warps, **_launched(),
         )  # fmt: skip
@@ -131,10 +131,10 @@ def _launched() -> dict[str, Any]:
     return {"launch_pdl": True} if EARLY else {}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _narrow(
-    x, a, into, tiles, x_row,
-    NUM_ROWS: tl.constexpr, SLOTS: tl.constexpr, INPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
+    x, a, into, tiles, num_rows, x_row,
+    SLOTS: tl.constexpr, INPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
     PARTS: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, part, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -150,7 +150,7 @@ def _narrow(
         ).to(tl.float32)  # fmt: skip
         if EARLY:
             gdc_wait()
-        place = into + layer * (NUM_ROWS * PARTS * RANK) + part * RANK + number
+        place = into + layer * num_rows * (PARTS * RANK) + part * RANK + number
         for first in range(0, count, AHEAD):
             places, read = (), ()
             for later in tl.static_range(AHEAD):
@@ -166,10 +166,10 @@ def _narrow(
         gdc_wait()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_wide(
-    narrow, b0, b1, b2, output0, output1, output2, tiles,
-    NUM_ROWS: tl.constexpr, OUTPUTS0: tl.constexpr, OUTPUTS1: tl.constexpr, OUTPUTS2: tl.constexpr, RANK: tl.constexpr,
+    narrow, b0, b1, b2, output0, output1, output2, tiles, num_rows,
+    OUTPUTS0: tl.constexpr, OUTPUTS1: tl.constexpr, OUTPUTS2: tl.constexpr, RANK: tl.constexpr,
     WIDE: tl.constexpr, PARTS: tl.constexpr, PARTS_WIDE: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -182,17 +182,17 @@ def _add_wide(
         if block < blocks0:
             _add_block(
                 narrow, b0, output0, mine + 2, slot, count, block, 0,
-                NUM_ROWS, OUTPUTS0, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
+                OUTPUTS0, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
             )  # fmt: skip
         elif block < blocks0 + blocks1:
             _add_block(
-                narrow, b1, output1, mine + 2, slot, count, block - blocks0, 1,
-                NUM_ROWS, OUTPUTS1, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
+                narrow, b1, output1, mine + 2, slot, count, block - blocks0, num_rows,
+                OUTPUTS1, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
             )  # fmt: skip
         else:
             _add_block(
-                narrow, b2, output2, mine + 2, slot, count, block - blocks0 - blocks1, 2,
-                NUM_ROWS, OUTPUTS2, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
+                narrow, b2, output2, mine + 2, slot, count, block - blocks0 - blocks1, 2 * num_rows,
+                OUTPUTS2, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
             )  # fmt: skip
     elif EARLY:
         gdc_wait()
@@ -200,8 +200,8 @@ def _add_wide(
 
 @triton.jit
 def _add_block(
-    narrow, b, output, rows, slot, count, block, layer,
-    NUM_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    narrow, b, output, rows, slot, count, block, before_layer,
+    OUTPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
     PARTS_WIDE: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     number, at, part = tl.arange(0, WIDE), block * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, PARTS_WIDE)
@@ -211,7 +211,7 @@ def _add_block(
     ).to(tl.float32)  # fmt: skip
     if EARLY:
         gdc_wait()
-    places = narrow + layer * (NUM_ROWS * PARTS * RANK) + part[:, None] * RANK + number[None, :]
+    places = narrow + before_layer * (PARTS * RANK) + part[:, None] * RANK + number[None, :]
     are_there = (part < PARTS)[:, None] & (number < RANK)[None, :]
     for first in range(0, count, AHEAD):
         intos, befores, narrows = (), (), ()
