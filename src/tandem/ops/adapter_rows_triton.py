@@ -68,7 +68,7 @@ def room(x_RI: Tensor, a_LCIE: Tensor) -> Tensor:
     """Return memory for first products, as [L, R, P, E]: P parts, whose sum they are."""
     layers, _, inputs, rank = a_LCIE.shape
     _, at_once, _ = _sizes_narrow(inputs, rank)
-    return x_RI.new_empty(layers, len(x_RI), triton.cdiv(inputs, at_once), rank, dtype=torch.float32)
+    return x_RI.new_empty(layers, len(x_RI), _parts_of(inputs, at_once), rank, dtype=torch.float32)
 
 
 def narrow(x_RI: Tensor, a_LCIE: Tensor, tiles: Tiles, into_LRPE: Tensor) -> None:
@@ -93,19 +93,28 @@ def add_wide(narrow_LRPE: Tensor, b_LCEO: Sequence[Tensor], outputs_LRO: Sequenc
     assert all(each.is_contiguous() for each in (*b_LCEO, *outputs_LRO))
     lacking, (warps, at_once, ahead) = MOST_LAYERS - layers, _sizes_wide(rank)
     sizes = [*(each.shape[2] for each in b_LCEO), *[0] * lacking]
-    blocks = sum(triton.cdiv(size, at_once) for size in sizes)
+    blocks = sum(_parts_of(size, at_once) for size in sizes)
     with torch.cuda.device_of(narrow_LRPE):
         _add_wide[(most_tiles(rows, len(b_LCEO[0])), blocks)](
             narrow_LRPE, *b_LCEO, *[b_LCEO[0]] * lacking, *outputs_LRO, *[outputs_LRO[0]] * lacking,
             tiles.tiles_TN, rows,
             OUTPUTS0=sizes[0], OUTPUTS1=sizes[1], OUTPUTS2=sizes[2], RANK=rank, WIDE=_wide(rank),
-            PARTS=parts, PARTS_WIDE=triton.next_power_of_2(parts), AT_ONCE=at_once,
+            PARTS=parts, PARTS_WIDE=_power_of_2(parts), AT_ONCE=at_once,
             TILE=ROWS, AHEAD=ahead, EARLY=EARLY, num_warps=warps, **_launched(),
         )  # fmt: skip
 
 
+def _parts_of(number: int, size: int) -> int:
+    return -(-number // size)
+
+
+def _power_of_2(number: int) -> int:
+    """Return the next one. Triton's own function takes longer than a launch should."""
+    return 1 << (number - 1).bit_length()
+
+
 def _wide(rank: int) -> int:
-    return max(4, triton.next_power_of_2(rank))
+    return max(4, _power_of_2(rank))
 
 
 def _ahead(wide: int) -> int:
@@ -115,7 +124,7 @@ def _ahead(wide: int) -> int:
 def _sizes_narrow(inputs: int, rank: int) -> tuple[int, int, int]:
     """Return the warps of a program, its inputs, and the rows that it reads ahead."""
     of_a_warp = max(1, NUMBERS // (wide := _wide(rank)))
-    needed = triton.next_power_of_2(triton.cdiv(triton.cdiv(inputs, of_a_warp), MOST_PARTS))
+    needed = _power_of_2(_parts_of(_parts_of(inputs, of_a_warp), MOST_PARTS))
     warps = min(max(needed, WARPS), _MOST_WARPS)
     return warps, warps * of_a_warp, _ahead(wide)
 

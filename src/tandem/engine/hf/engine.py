@@ -427,7 +427,7 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _score(self, ids: list[int]) -> list[float]:
-        self._adapters.plan([""])
+        self._adapters.plan([""], 1)
         ids_1T = torch.tensor([ids[:-1]], device=self._device, dtype=torch.long)
         positions_T = torch.arange(ids_1T.shape[1], device=self._device)
         hidden_1TH = self._head.hidden(ids_1T, positions_T[None], self._causal_mask(positions_T))
@@ -444,7 +444,7 @@ class EmbeddedEngine:
         """Return the logits after each request's prompt. Equal prompts are computed once."""
         wave.sort(key=lambda request: self._adapters.place(request.adapter))
         first, batch = len(self._running), PrefillBatch(wave, self._device)
-        self._adapters.plan(batch.adapters)
+        self._adapters.plan(batch.adapters, batch.width)
         self._cache.num_rows = first
         self._cache.reserve(first + len(wave), max(batch.width + 1, self._longest()))
         self._cache.copies, self._cache.view = batch.copies_S, batch.width
@@ -467,7 +467,7 @@ class EmbeddedEngine:
             filled = rows
         self._state.position_S[rows:filled] = 0
         self._cache.reserve(filled, longest)
-        is_graph = self._adapters.plan([*adapters, *[""] * (filled - rows)], step=True)
+        is_graph = self._adapters.plan([*adapters, *[""] * (filled - rows)], 1)
         if steps is None:
             logits_SV = logits_with_masks(self._head, self._cache, self._state, rows, longest)
         else:

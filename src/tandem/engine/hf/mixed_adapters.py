@@ -8,9 +8,9 @@ in lora_hooks.py; B is scaled already.
 A product is computed in one of two ways:
 - grid: the rows are put into a grid of adapters, and each adapter's rows are multiplied with its matrices alone. If the
   batch is in the grid's order already, a product is one launch. Otherwise rows are gathered and added up one by one.
-- tiles: kernels for decode steps on a GPU, where launches and waiting take longer than the arithmetic: two launches for
-  the layers with one input, for any order of rows (ops/adapter_rows_triton.py). The second adds to the outputs of them
-  all. A CUDA graph of such a step serves every order, until the stacks move.
+- tiles: kernels for few tokens on a GPU, as in decode steps, where launches and waiting take longer than the
+  arithmetic: two launches for the layers with one input, for any order of rows (ops/adapter_rows_triton.py). The second
+  adds to the outputs of them all. A CUDA graph of such a step serves every order, until the stacks move.
 
 Shapes: R rows of a batch, T tokens of a row, K adapters in a batch, M most rows of one of them, C slots of the stacks,
 L layers with one input, E rank of the stacks, I inputs and O outputs of a layer.
@@ -62,7 +62,8 @@ class _Plan:
     names_R: tuple[str, ...]
     slots: tuple[int, ...]
     """Of the K adapters."""
-    by_tiles: bool = False
+    tokens: int = 0
+    """Of each row, by tiles; 0: in the grid."""
     rows_KM: Tensor | None = None
     """The row in each place of the grid; None: the rows are in the grid's order already."""
     filled: Tensor | None = None
@@ -89,6 +90,8 @@ class MixedAdapters:
         self._stacks = _Stacks()
         self._kernels = _kernels(self._device)
         self._tiles = self._kernels and self._kernels.Tiles.empty(rows, self._device)
+        self._most_tokens = rows if self._kernels else 0
+        """By tiles."""
         self.moved = 0
         """How often the stacks were replaced."""
         self._slots: dict[str, int] = {}
@@ -203,23 +206,23 @@ class MixedAdapters:
 
     # --- passes
 
-    def plan(self, names: Sequence[str], *, step: bool = False) -> bool:
-        """Say which adapter each row of the next pass has; empty: none. `step`: each row has one token. Return whether
-        a graph of the pass serves it: one of as many rows, since the stacks last moved."""
+    def plan(self, names: Sequence[str], tokens: int) -> bool:
+        """Say which adapter each row of the next pass has; empty: none. `tokens`: of each row. Return whether a graph
+        of the pass serves it: one of as many rows, since the stacks last moved."""
         names_R = tuple(names)
-        by_tiles = step and self._kernels is not None
+        by_tiles = len(names_R) * tokens <= self._most_tokens
         self._group = self._input = None  # the next pass may write its input into the same tensor
         if not any(names_R):
             self._plan = None
             return True
-        if self._plan is None or (self._plan.names_R, self._plan.by_tiles) != (names_R, by_tiles):
-            self._plan = self._tiled(names_R) if by_tiles else self._planned(names_R)
+        if self._plan is None or (self._plan.names_R, self._plan.tokens) != (names_R, tokens if by_tiles else 0):
+            self._plan = self._tiled(names_R, tokens) if by_tiles else self._planned(names_R)
         return by_tiles
 
-    def _tiled(self, names_R: tuple[str, ...]) -> _Plan:
-        slots = [self._slots[name] if name else -1 for name in names_R]
+    def _tiled(self, names_R: tuple[str, ...], tokens: int) -> _Plan:
+        slots = [self._slots[name] if name else -1 for name in names_R for _ in range(tokens)]
         self._tiles.set(slots, self._kernels.most_tiles(len(slots), self._stacks.capacity))
-        return _Plan(names_R, (), by_tiles=True)
+        return _Plan(names_R, (), tokens)
 
     def _planned(self, names_R: tuple[str, ...]) -> _Plan:
         rows_of = dict[int, list[int]]()
@@ -249,11 +252,11 @@ class MixedAdapters:
                     f"adapter: '{owner}' does not see the rows of the batch, so it cannot tell them apart"
                 )
             self._input, self._group = x_RTI, group
-            if plan.by_tiles:
+            if plan.tokens:
                 self._outputs = self._by_tiles(group, x_RTI)
             else:
                 self._narrow_L = self._first(plan, group, x_RTI)
-        if plan.by_tiles:
+        if plan.tokens:
             return self._outputs[at]
         return self._second(plan, group, at, group.bases[at](x_RTI))
 
