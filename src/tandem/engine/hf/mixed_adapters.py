@@ -35,7 +35,7 @@ from tandem.ops.named_tensors import copied_to
 from tandem.types import Fingerprints
 
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_BESIDE = False
+BESIDE = False
 """Tiles: whether the first products have a stream of their own, beside the layers' products."""
 
 
@@ -264,7 +264,7 @@ class MixedAdapters:
         """Compute the outputs of all layers of a group."""
         kernels, x_RI = self._kernels, x_RTI.reshape(-1, x_RTI.shape[2])
         narrow = kernels.room(x_RI, group.a_LCIE)
-        if _BESIDE:
+        if BESIDE:
             here, beside = torch.cuda.current_stream(self._device), _stream_beside(self._device)
             beside.wait_stream(here)
             with torch.cuda.stream(beside):
