@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def narrow(x_RI: Tensor, a_LCIE: Tensor, tiles: Tiles, into_LRPE: Tensor) -> Non
         _narrow[(most_tiles(rows, capacity), parts, layers)](
             x_RI, a_LCIE, into_LRPE, tiles.tiles_TN, rows, x_RI.stride(0),
             SLOTS=capacity, INPUTS=inputs, RANK=rank, WIDE=_wide(rank), PARTS=parts, AT_ONCE=at_once,
-            TILE=ROWS, AHEAD=ahead, EARLY=EARLY, num_warps=warps, **_launched(),
+            TILE=ROWS, AHEAD=ahead, num_warps=warps, **_launched(x_RI.device),
         )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def add_wide(narrow_LRPE: Tensor, b_LCEO: Sequence[Tensor], outputs_LRO: Sequenc
             tiles.tiles_TN, rows,
             OUTPUTS0=sizes[0], OUTPUTS1=sizes[1], OUTPUTS2=sizes[2], RANK=rank, WIDE=_wide(rank),
             PARTS=parts, PARTS_WIDE=_power_of_2(parts), AT_ONCE=at_once,
-            TILE=ROWS, AHEAD=ahead, EARLY=EARLY, num_warps=warps, **_launched(),
+            TILE=ROWS, AHEAD=ahead, num_warps=warps, **_launched(narrow_LRPE.device),
         )  # fmt: skip
 
 
@@ -136,8 +137,13 @@ def _sizes_wide(rank: int) -> tuple[int, int, int]:
     return warps, max(128, warps * NUMBERS // wide), _ahead(wide)
 
 
-def _launched() -> dict[str, Any]:
-    return {"launch_pdl": True} if EARLY else {}
+def _launched(device: torch.device) -> dict[str, Any]:
+    return {"EARLY": True, "launch_pdl": True} if EARLY and _can_be_early(device) else {"EARLY": False}
+
+
+@cache
+def _can_be_early(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
