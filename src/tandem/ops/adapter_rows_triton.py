@@ -25,13 +25,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROWS = 8  # of a tile
-AHEAD = 4  # rows whose numbers are read before the first is multiplied: otherwise each would wait for the memory
+FEW_AHEAD, AHEAD = 2, 4  # rows whose numbers are read before the first is multiplied; few if adapters have few rows
 NUMBERS = 2048  # of a matrix, in the registers of a warp: 64 in each thread
 MOST_PARTS = 16  # a program of the second products adds up all parts of a row
 WARPS = 1  # of a program, if these suffice: more of them must wait for each other to add up
 MOST_LAYERS = 3  # with one input
 _MOST_WARPS = 16
-EARLY = False
+EARLY = True
 """A kernel begins to read matrices while the one before it ends."""
 
 
@@ -68,7 +68,7 @@ def most_tiles(rows: int, capacity: int) -> int:
 def room(x_RI: Tensor, a_LCIE: Tensor) -> Tensor:
     """Return memory for first products, as [L, R, P, E]: P parts, whose sum they are."""
     layers, _, inputs, rank = a_LCIE.shape
-    _, at_once, _ = _sizes_narrow(inputs, rank)
+    _, at_once = _sizes_narrow(inputs, rank)
     return x_RI.new_empty(layers, len(x_RI), _parts_of(inputs, at_once), rank, dtype=torch.float32)
 
 
@@ -78,7 +78,7 @@ def narrow(x_RI: Tensor, a_LCIE: Tensor, tiles: Tiles, into_LRPE: Tensor) -> Non
     layers, capacity, _, rank = a_LCIE.shape
     assert x_RI.stride(1) == 1
     assert a_LCIE.is_contiguous()
-    parts, (warps, at_once, ahead) = into_LRPE.shape[2], _sizes_narrow(inputs, rank)
+    parts, (warps, at_once), ahead = into_LRPE.shape[2], _sizes_narrow(inputs, rank), _ahead(rank, rows, capacity)
     with torch.cuda.device_of(x_RI):
         _narrow[(most_tiles(rows, capacity), parts, layers)](
             x_RI, a_LCIE, into_LRPE, tiles.tiles_TN, rows, x_RI.stride(0),
@@ -92,11 +92,12 @@ def add_wide(narrow_LRPE: Tensor, b_LCEO: Sequence[Tensor], outputs_LRO: Sequenc
     layers, rows, parts, rank = narrow_LRPE.shape
     assert layers == len(b_LCEO) == len(outputs_LRO) <= MOST_LAYERS
     assert all(each.is_contiguous() for each in (*b_LCEO, *outputs_LRO))
-    lacking, (warps, at_once, ahead) = MOST_LAYERS - layers, _sizes_wide(rank)
+    capacity = len(b_LCEO[0])
+    lacking, (warps, at_once), ahead = MOST_LAYERS - layers, _sizes_wide(rank), _ahead(rank, rows, capacity)
     sizes = [*(each.shape[2] for each in b_LCEO), *[0] * lacking]
     blocks = sum(_parts_of(size, at_once) for size in sizes)
     with torch.cuda.device_of(narrow_LRPE):
-        _add_wide[(most_tiles(rows, len(b_LCEO[0])), blocks)](
+        _add_wide[(most_tiles(rows, capacity), blocks)](
             narrow_LRPE, *b_LCEO, *[b_LCEO[0]] * lacking, *outputs_LRO, *[outputs_LRO[0]] * lacking,
             tiles.tiles_TN, rows,
             OUTPUTS0=sizes[0], OUTPUTS1=sizes[1], OUTPUTS2=sizes[2], RANK=rank, WIDE=_wide(rank),
@@ -118,23 +119,23 @@ def _wide(rank: int) -> int:
     return max(4, _power_of_2(rank))
 
 
-def _ahead(wide: int) -> int:
-    return max(1, AHEAD * 16 // max(16, wide))
+def _ahead(rank: int, rows: int, capacity: int) -> int:
+    return max(1, (FEW_AHEAD if rows <= 4 * capacity else AHEAD) * 16 // max(16, _wide(rank)))
 
 
-def _sizes_narrow(inputs: int, rank: int) -> tuple[int, int, int]:
-    """Return the warps of a program, its inputs, and the rows that it reads ahead."""
-    of_a_warp = max(1, NUMBERS // (wide := _wide(rank)))
+def _sizes_narrow(inputs: int, rank: int) -> tuple[int, int]:
+    """Return the warps of a program, and its inputs."""
+    of_a_warp = max(1, NUMBERS // _wide(rank))
     needed = _power_of_2(_parts_of(_parts_of(inputs, of_a_warp), MOST_PARTS))
     warps = min(max(needed, WARPS), _MOST_WARPS)
-    return warps, warps * of_a_warp, _ahead(wide)
+    return warps, warps * of_a_warp
 
 
-def _sizes_wide(rank: int) -> tuple[int, int, int]:
-    """Return the warps of a program, its outputs, and the rows that it reads ahead."""
+def _sizes_wide(rank: int) -> tuple[int, int]:
+    """Return the warps of a program, and its outputs."""
     wide = _wide(rank)
     warps = min(max(WARPS, 128 * wide // NUMBERS), _MOST_WARPS)  # a warp reads 128 neighbours: 16 bytes a thread
-    return warps, max(128, warps * NUMBERS // wide), _ahead(wide)
+    return warps, max(128, warps * NUMBERS // wide)
 
 
 def _launched(device: torch.device) -> dict[str, Any]:
