@@ -99,34 +99,41 @@ def test_weights_that_move_are_the_ones_that_are_read():
         torch.testing.assert_close(moved[2], moved[0], rtol=0, atol=1e-3)
 
 
-TILES = {  # slots of rows, capacity, layers with one input, rank, inputs, outputs
-    "some rows have none": ([2, -1, 0, 2, -1], 4, 3, 4, 70, 50),
-    "more than a tile": ([0] * 20 + [1] * 3 + [-1] * 7 + [0] * 10, 2, 2, 16, 300, 513),
-    "an odd rank": ([3, 1, 3, -1, 15, 0, 0, 0, 3], 16, 1, 20, 33, 64),
+TILES = {  # slots of rows, capacity, rank, inputs, outputs of the layers with one input
+    "some rows have none": ([2, -1, 0, 2, -1], 4, 4, 70, (50, 16, 25)),
+    "more than a tile": ([0] * 20 + [1] * 3 + [-1] * 7 + [0] * 10, 2, 16, 300, (513, 130)),
+    "an odd rank": ([3, 1, 3, -1, 15, 0, 0, 0, 3], 16, 20, 33, (64,)),
+    "a high rank": ([1, 0, 1], 2, 70, 90, (140,)),
+    "inputs for two warps": ([1, -1, 1, 0], 2, 16, 2100, (128, 128, 128)),
 }
 
 
+@pytest.mark.parametrize("early", [False, *[True] * ON_GPU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *[torch.bfloat16] * ON_GPU])
 @pytest.mark.parametrize("case", TILES)
-def test_tiles_are_each_rows_own_product(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_tiles_are_each_rows_own_product(case: str, dtype: torch.dtype, early: bool, monkeypatch: pytest.MonkeyPatch):
     from tandem.ops import adapter_rows_triton as kernels
 
+    monkeypatch.setattr(kernels, "EARLY", early)
     if not ON_GPU:
         monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
-    slots, capacity, layers, rank, inputs, outputs = TILES[case]
+    slots, capacity, rank, inputs, sizes = TILES[case]
     torch.manual_seed(0)
     x = torch.randn(len(slots), inputs).to(DEVICE, dtype)
-    a, b = torch.randn(layers, capacity, inputs, rank) / inputs**0.5, torch.randn(capacity, rank, outputs) / 4
-    found = torch.randn(len(slots), outputs).to(DEVICE, dtype)
-    expected = found.float().cpu()
+    a = torch.randn(len(sizes), capacity, inputs, rank) / inputs**0.5
+    b = [torch.randn(capacity, rank, size) / 4 for size in sizes]
+    found = [torch.randn(len(slots), size).to(DEVICE, dtype) for size in sizes]
+    expected = [each.double().cpu() for each in found]
     tiles = kernels.Tiles.empty(len(slots), torch.device(DEVICE))
     tiles.set(slots, kernels.most_tiles(len(slots), capacity))
-    narrow = kernels.narrow(x, a.to(DEVICE), tiles)
-    for row, slot in enumerate(slots):
-        if slot >= 0:
-            expected[row] += x[row].float().cpu() @ a[layers - 1, slot] @ b[slot]
-    kernels.add_wide(narrow, layers - 1, b.to(DEVICE), found, tiles)
-    torch.testing.assert_close(found.float().cpu(), expected, rtol=NEAR[dtype], atol=NEAR[dtype])
+    narrow = kernels.room(x, a).fill_(float("nan"))
+    kernels.narrow(x, a.to(DEVICE), tiles, narrow)
+    kernels.add_wide(narrow, [each.to(DEVICE) for each in b], found, tiles)
+    for layer, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                theirs[row] += x[row].double().cpu() @ a[layer, slot].double() @ b[layer][slot].double()
+        torch.testing.assert_close(ours.double().cpu(), theirs, rtol=NEAR[dtype], atol=NEAR[dtype])
 
 
 def adapter_of(module: Any, seed: int) -> dict[str, torch.Tensor]:
@@ -139,12 +146,13 @@ def adapter_of(module: Any, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("eager", [True, *[False] * ON_GPU])
-def test_rows_with_adapters_sample_what_each_samples_alone(eager: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("eager", "beside"), [(True, False), *[(False, False), (False, True)] * ON_GPU])
+def test_rows_with_adapters_sample_what_each_samples_alone(eager: bool, beside: bool, monkeypatch: pytest.MonkeyPatch):
     """With the kernels, by launches and in graphs; more adapters come while the engine lives."""
     from tandem.engine.hf import mixed_adapters
     from tandem.ops import adapter_rows_triton
 
+    monkeypatch.setattr(mixed_adapters, "BESIDE", beside)
     plain, module = ARCHITECTURES["llama-gqa"](), ARCHITECTURES["llama-gqa"]().to(DEVICE)
     adapters = {name: adapter_of(plain, seed) for seed, name in enumerate("abc")}
     asked = of_many_lengths(12, most_tokens=12)
@@ -157,17 +165,19 @@ def test_rows_with_adapters_sample_what_each_samples_alone(eager: bool, monkeypa
 
     async def all_of(engine: Any) -> list[Any]:
         few, many = await answers(engine, "a ", 6, new="a"), await answers(engine, "ab c", 12, new="bc")
-        return [*few, *many, *await answers(engine, "ca", 12)]
+        one = await answers(engine, "b", 1)  # few tokens: the kernels take its prompt too
+        return [*few, *many, *await answers(engine, "ca", 12), *one]
 
     reference = make_engine("inline", plain, max_running=12)
     expected = finish(reference, lambda: all_of(reference))
     if not ON_GPU:
         monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
         monkeypatch.setattr(mixed_adapters, "_kernels", lambda _: adapter_rows_triton)
-    engine = make_engine("inline", module, max_running=12, eager=eager)
+    engine = make_engine("inline", module, max_running=60, eager=eager)
     found = finish(engine, lambda: all_of(engine))
     alike = sum(one.ids == other.ids for one, other in zip(found, expected, strict=True))
     assert alike >= len(found) - 2
+    assert found[-1].ids == expected[-1].ids
     assert len({tuple(each.ids) for each in found}) > 12
     if not eager:
         assert len(engine.steps.recorded) > 1

@@ -88,14 +88,19 @@ def test_each_row_answers_as_its_adapter_alone_would(base: Any):
         )
         for (name, tokens), each in zip(asked, told, strict=True):
             assert each.ids == expected[name].ids[:tokens]
-        await engine.generate(prompt, sampling, adapter="b")
-        await engine.drop_adapter("b")
-        await engine.put_adapter("again", adapters["a"], {"r": RANKS["a"]}, fingerprints(adapters["a"]))
-        assert (await engine.generate(prompt, sampling, adapter="again")).ids == expected["a"].ids  # where b was
-        told = await asyncio.gather(*(engine.generate(prompt, sampling, adapter=name) for name in ("c", "a", "")))
-        assert [each.ids for each in told] == [expected[name].ids for name in ("c", "a", "")]
-        with pytest.raises(EngineError, match="no adapter 'b'"):
-            await engine.generate(prompt, sampling, adapter="b")
+
+        async def ask(*names: str) -> list[list[int]]:
+            told = await asyncio.gather(*(engine.generate(prompt, sampling, adapter=name) for name in names))
+            return [each.ids for each in told]
+
+        await ask("a", "c")
+        await engine.drop_adapter("c")
+        await engine.put_adapter("again", adapters["b"], {"r": RANKS["b"]}, fingerprints(adapters["b"]))
+        assert await ask("a", "again") == [expected["a"].ids, expected["b"].ids]  # where c was
+        assert await ask("again") == [expected["b"].ids]
+        assert await ask("b", "a", "") == [expected[name].ids for name in ("b", "a", "")]
+        with pytest.raises(EngineError, match="no adapter 'c'"):
+            await engine.generate(prompt, sampling, adapter="c")
         await engine.close()
 
     asyncio.run(play())

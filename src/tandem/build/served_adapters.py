@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import RunError
+from tandem.io.safetensors_format import read_header
 from tandem.spec.load import load_spec
 from tandem.spec.model import PathModel
 from tandem.spec.precision import PrecisionSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tandem.build.training import BuiltModel
     from tandem.spec.model import ModelSpec
     from tandem.spec.run import RunSpec
@@ -24,6 +29,7 @@ _PLAIN: dict[str, Any] = {
     "modules_to_save": None, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
 }  # fmt: skip
 """With other settings the same tensors mean something else."""
+_PIECE_BYTES, _THREADS = 2**22, 4  # of a file, read at a time: one thread copies slower than the page cache can give
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,14 @@ def rank_of(directory: Path) -> int:
         raise RunError(f"{directory}: no LoRA adapter can be read from it: {error}") from error
 
 
-def read_adapter(directory: Path) -> ServedAdapter:
-    """Return an adapter in PEFT's format. RunError if it cannot be served."""
+def read_adapter(directory: Path, memory: Callable[[int], Tensor] | None = None) -> ServedAdapter:
+    """Return an adapter in PEFT's format. RunError if it cannot be served. `memory`: gives so many bytes to read it
+    into."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(directory / _WEIGHTS)
+        tensors = _read(directory / _WEIGHTS, memory)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise RunError(f"{directory}: no LoRA adapter can be read from it: {error}") from error
@@ -61,11 +67,39 @@ def read_adapter(directory: Path) -> ServedAdapter:
             raise RunError(
                 f"{directory}: its adapter has {field} = {found}, which is not served beside others; merge it"
             )
-    scaled = {
-        name: tensor.float() * (alpha / rank) if ".lora_B." in name else tensor.float()
-        for name, tensor in tensors.items()
+    for name, tensor in tensors.items():
+        if ".lora_B." in name:
+            tensor.mul_(alpha / rank)
+    return ServedAdapter(tensors, {"r": rank})
+
+
+def _read(path: Path, memory: Callable[[int], Tensor] | None) -> dict[str, Tensor]:
+    """Return the tensors of a file in float32."""
+    import torch
+    from safetensors.torch import load_file
+
+    with path.open("rb", buffering=0) as file:
+        stored = read_header(file.fileno(), path)
+        first = min((each.offset for each in stored.values()), default=0)
+        if not stored or any(each.dtype != "float32" or (each.offset - first) % 4 for each in stored.values()):
+            return {name: tensor.to(torch.float32, copy=True) for name, tensor in load_file(path).items()}
+        size = max(each.offset + each.size_bytes for each in stored.values()) - first
+        whole = torch.empty(size, dtype=torch.uint8) if memory is None else memory(size)
+        into, descriptor = memoryview(whole.numpy()), file.fileno()  # pyright: ignore[reportArgumentType]
+
+        def read_piece(at: int) -> None:
+            end = min(at + _PIECE_BYTES, size)
+            while at < end:
+                if not (count := os.preadv(descriptor, [into[at:end]], first + at)):
+                    raise OSError("the file ends within its tensors")
+                at += count
+
+        with ThreadPoolExecutor(_THREADS) as threads:
+            list(threads.map(read_piece, range(0, size, _PIECE_BYTES)))
+    return {
+        name: whole[(at := each.offset - first) : at + each.size_bytes].view(torch.float32).view(each.shape)
+        for name, each in stored.items()
     }
-    return ServedAdapter(scaled, {"r": rank})
 
 
 def base_of_run(run_dir: Path, precision: PrecisionSpec, device: Any, max_context: int) -> BuiltModel:

@@ -1,9 +1,11 @@
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# ruff: noqa: RUF005 - Triton has no starred tuples
 """The kernels of adapters in decode steps: rows of one adapter are multiplied with its matrices, a tile at a time.
 
-Which rows a tile has is read from tensors, so a CUDA graph of a step goes on to fit when rows get other adapters. The
-matrices are read once for a tile of 16 rows, in float32, whatever the model computes in. Only imported if tensors are
-on a GPU.
+Which rows a tile has is read from tensors, so a CUDA graph of a step goes on to fit when rows get other adapters. A
+program reads its piece of a matrix once, holds it in registers, in float32, and multiplies it with row after row of its
+tile: few rows have the same adapter, and a matrix unit would wait for a tile of them. Only imported if tensors are on a
+GPU.
 
 Shapes: R rows, T tiles, C slots of adapters, L layers with one input, E rank, I inputs and O outputs of a layer, P
 parts of the inputs.
@@ -13,135 +15,231 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-ROWS = 16  # of a tile: the least that a matrix unit takes
-_INPUTS, _OUTPUTS = 128, 256  # at a time
-_ENOUGH, _MOST_PARTS = 1056, 16  # programs that keep a GPU busy: eight on each multiprocessor, each of them short
+ROWS = 8  # of a tile
+FEW_AHEAD, AHEAD = 2, 4  # rows whose numbers are read before the first is multiplied; few if adapters have few rows
+NUMBERS = 2048  # of a matrix, in the registers of a warp: 64 in each thread
+MOST_PARTS = 16  # a program of the second products adds up all parts of a row
+WARPS = 1  # of a program, if these suffice: more of them must wait for each other to add up
+MOST_LAYERS = 3  # with one input
+_MOST_WARPS = 16
+EARLY = True
+"""A kernel begins to read matrices while the one before it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tensors stay, and are written for each order of adapters."""
-
-    order_R: Tensor
-    """Rows with an adapter, those of one adapter together."""
-    tiles_3T: Tensor
-    """Of each tile: the adapter's slot, or -1 if it is empty; its begin and end in `order_R`."""
+    tiles_TN: Tensor
+    """Of each tile: the adapter's slot, or -1 if it is empty; how many rows it has; the rows. The tensor stays, and is
+    written for each order of adapters."""
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> Tiles:
-        order_R, *tiles = torch.zeros(4, rows, dtype=torch.int32, device=device)
-        return cls(order_R, torch.stack(tiles))
+        return cls(torch.zeros(rows, 2 + ROWS, dtype=torch.int32, device=device))
 
     def set(self, slots: Sequence[int], most: int) -> None:
         """`slots`: of each row's adapter, or -1. `most`: tiles of the step."""
-        order = sorted((row for row, slot in enumerate(slots) if slot >= 0), key=lambda row: slots[row])
-        tiles, first = list[tuple[int, int, int]](), 0
-        for end, row in enumerate(order, 1):
-            if end == len(order) or slots[order[end]] != slots[row]:
-                tiles += [(slots[row], begin, min(begin + ROWS, end)) for begin in range(first, end, ROWS)]
-                first = end
-        tiles += [(-1, 0, 0)] * (most - len(tiles))
-        self.order_R[: len(order)] = torch.tensor(order, dtype=torch.int32).to(self.order_R.device)
-        self.tiles_3T[:, :most] = torch.tensor(tiles, dtype=torch.int32).T.to(self.order_R.device)
+        rows_of = dict[int, list[int]]()
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                rows_of.setdefault(slot, []).append(row)
+        tiles = [
+            (slot, len(rows[at : at + ROWS]), rows[at : at + ROWS])
+            for slot, rows in sorted(rows_of.items())
+            for at in range(0, len(rows), ROWS)
+        ]
+        told = [[slot, count, *rows, *[0] * (ROWS - count)] for slot, count, rows in tiles]
+        told += [[-1] + [0] * (1 + ROWS)] * (most - len(tiles))
+        self.tiles_TN[:most] = torch.tensor(told, dtype=torch.int32).to(self.tiles_TN.device)
 
 
 def most_tiles(rows: int, capacity: int) -> int:
     return min(rows, rows // ROWS + min(rows, capacity))
 
 
-def narrow(x_RI: Tensor, a_LCIE: Tensor, tiles: Tiles) -> Tensor:
-    """Return the first products as [P, L, R, E]: P parts, whose sum they are."""
+def room(x_RI: Tensor, a_LCIE: Tensor) -> Tensor:
+    """Return memory for first products, as [L, R, P, E]: P parts, whose sum they are."""
+    layers, _, inputs, rank = a_LCIE.shape
+    _, at_once = _sizes_narrow(inputs, rank)
+    return x_RI.new_empty(layers, len(x_RI), _parts_of(inputs, at_once), rank, dtype=torch.float32)
+
+
+def narrow(x_RI: Tensor, a_LCIE: Tensor, tiles: Tiles, into_LRPE: Tensor) -> None:
+    """Compute the first products."""
     rows, inputs = x_RI.shape
     layers, capacity, _, rank = a_LCIE.shape
-    count = most_tiles(rows, capacity)
     assert x_RI.stride(1) == 1
     assert a_LCIE.is_contiguous()
-    wanted = triton.next_power_of_2(max(1, _ENOUGH // (count * layers)))
-    parts = min(_MOST_PARTS, wanted, triton.cdiv(inputs, _INPUTS))
-    into_PLRE = x_RI.new_empty(parts, layers, rows, rank, dtype=torch.float32)
+    parts, (warps, at_once), ahead = into_LRPE.shape[2], _sizes_narrow(inputs, rank), _ahead(rank, rows, capacity)
     with torch.cuda.device_of(x_RI):
-        _narrow[(count, layers, parts)](
-            x_RI, a_LCIE, into_PLRE, tiles.order_R, *tiles.tiles_3T, x_RI.stride(0),
-            NUM_ROWS=rows, SLOTS=capacity, INPUTS=inputs, RANK=rank, WIDE=max(16, triton.next_power_of_2(rank)),
-            SHARE=triton.cdiv(triton.cdiv(inputs, parts), _INPUTS) * _INPUTS, AT_ONCE=_INPUTS, LAYERS=layers, TILE=ROWS,
-        )  # fmt: skip
-    return into_PLRE
-
-
-def add_wide(narrow_PLRE: Tensor, at: int, b_CEO: Tensor, output_RO: Tensor, tiles: Tiles) -> None:
-    """Add the second products of the layer `at` to its output, in place."""
-    parts, layers, rows, rank = narrow_PLRE.shape
-    capacity, _, outputs = b_CEO.shape
-    assert output_RO.stride(1) == 1
-    assert b_CEO.is_contiguous()
-    with torch.cuda.device_of(output_RO):
-        _add_wide[(most_tiles(rows, capacity), triton.cdiv(outputs, _OUTPUTS))](
-            narrow_PLRE, b_CEO, output_RO, tiles.order_R, *tiles.tiles_3T,
-            output_RO.stride(0), at, NUM_ROWS=rows, OUTPUTS=outputs, RANK=rank,
-            WIDE=max(16, triton.next_power_of_2(rank)), PARTS=parts, AT_ONCE=_OUTPUTS, LAYERS=layers, TILE=ROWS,
+        _narrow[(most_tiles(rows, capacity), parts, layers)](
+            x_RI, a_LCIE, into_LRPE, tiles.tiles_TN, rows, x_RI.stride(0),
+            SLOTS=capacity, INPUTS=inputs, RANK=rank, WIDE=_wide(rank), PARTS=parts, AT_ONCE=at_once,
+            TILE=ROWS, AHEAD=ahead, num_warps=warps, **_launched(x_RI.device),
         )  # fmt: skip
 
 
-@triton.jit
+def add_wide(narrow_LRPE: Tensor, b_LCEO: Sequence[Tensor], outputs_LRO: Sequence[Tensor], tiles: Tiles) -> None:
+    """Add the second products of layers with one input to their outputs, in place."""
+    layers, rows, parts, rank = narrow_LRPE.shape
+    assert layers == len(b_LCEO) == len(outputs_LRO) <= MOST_LAYERS
+    assert all(each.is_contiguous() for each in (*b_LCEO, *outputs_LRO))
+    capacity = len(b_LCEO[0])
+    lacking, (warps, at_once), ahead = MOST_LAYERS - layers, _sizes_wide(rank), _ahead(rank, rows, capacity)
+    sizes = [*(each.shape[2] for each in b_LCEO), *[0] * lacking]
+    blocks = sum(_parts_of(size, at_once) for size in sizes)
+    with torch.cuda.device_of(narrow_LRPE):
+        _add_wide[(most_tiles(rows, capacity), blocks)](
+            narrow_LRPE, *b_LCEO, *[b_LCEO[0]] * lacking, *outputs_LRO, *[outputs_LRO[0]] * lacking,
+            tiles.tiles_TN, rows,
+            OUTPUTS0=sizes[0], OUTPUTS1=sizes[1], OUTPUTS2=sizes[2], RANK=rank, WIDE=_wide(rank),
+            PARTS=parts, PARTS_WIDE=_power_of_2(parts), AT_ONCE=at_once,
+            TILE=ROWS, AHEAD=ahead, num_warps=warps, **_launched(narrow_LRPE.device),
+        )  # fmt: skip
+
+
+def _parts_of(number: int, size: int) -> int:
+    return -(-number // size)
+
+
+def _power_of_2(number: int) -> int:
+    """Return the next one. Triton's own function takes longer than a launch should."""
+    return 1 << (number - 1).bit_length()
+
+
+def _wide(rank: int) -> int:
+    return max(4, _power_of_2(rank))
+
+
+def _ahead(rank: int, rows: int, capacity: int) -> int:
+    return max(1, (FEW_AHEAD if rows <= 4 * capacity else AHEAD) * 16 // max(16, _wide(rank)))
+
+
+def _sizes_narrow(inputs: int, rank: int) -> tuple[int, int]:
+    """Return the warps of a program, and its inputs."""
+    of_a_warp = max(1, NUMBERS // _wide(rank))
+    needed = _power_of_2(_parts_of(_parts_of(inputs, of_a_warp), MOST_PARTS))
+    warps = min(max(needed, WARPS), _MOST_WARPS)
+    return warps, warps * of_a_warp
+
+
+def _sizes_wide(rank: int) -> tuple[int, int]:
+    """Return the warps of a program, and its outputs."""
+    wide = _wide(rank)
+    warps = min(max(WARPS, 128 * wide // NUMBERS), _MOST_WARPS)  # a warp reads 128 neighbours: 16 bytes a thread
+    return warps, max(128, warps * NUMBERS // wide)
+
+
+def _launched(device: torch.device) -> dict[str, Any]:
+    return {"EARLY": True, "launch_pdl": True} if EARLY and _can_be_early(device) else {"EARLY": False}
+
+
+@cache
+def _can_be_early(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _narrow(
-    x, a, into, order, slots, begins, ends, x_row,
-    NUM_ROWS: tl.constexpr, SLOTS: tl.constexpr, INPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
-    SHARE: tl.constexpr, AT_ONCE: tl.constexpr, LAYERS: tl.constexpr, TILE: tl.constexpr,
+    x, a, into, tiles, num_rows, x_row,
+    SLOTS: tl.constexpr, INPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    tile, layer, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + tile)
+    tile, part, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if EARLY:
+        gdc_launch_dependents()
+    mine = tiles + tile * (2 + TILE)
+    slot, count = tl.load(mine), tl.load(mine + 1)
     if slot >= 0:
-        place = tl.load(begins + tile) + tl.arange(0, TILE)
-        there = place < tl.load(ends + tile)
-        row = tl.load(order + place, mask=there, other=0).to(tl.int64)
-        number, step = tl.arange(0, WIDE), tl.arange(0, AT_ONCE)
-        matrix = a + (layer * SLOTS + slot).to(tl.int64) * (INPUTS * RANK)
-        sums = tl.zeros((TILE, WIDE), tl.float32)
-        for begin in range(0, SHARE, AT_ONCE):
-            at = part * SHARE + begin + step
-            values = tl.load(
-                x + row[:, None] * x_row + at[None, :], mask=there[:, None] & (at < INPUTS)[None, :], other=0.0
-            )
-            weights = tl.load(
-                matrix + at[:, None] * RANK + number[None, :],
-                mask=(at < INPUTS)[:, None] & (number < RANK)[None, :], other=0.0,
-            )  # fmt: skip
-            sums += tl.dot(values.to(tl.float32), weights, input_precision="ieee")
-        place_into = into + ((part * LAYERS + layer) * NUM_ROWS + row[:, None]) * RANK + number[None, :]
-        tl.store(place_into, sums, mask=there[:, None] & (number < RANK)[None, :])
+        number, at = tl.arange(0, WIDE), part * AT_ONCE + tl.arange(0, AT_ONCE)
+        weights = tl.load(
+            a + (layer * SLOTS + slot).to(tl.int64) * (INPUTS * RANK) + at[:, None] * RANK + number[None, :],
+            mask=(at < INPUTS)[:, None] & (number < RANK)[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        if EARLY:
+            gdc_wait()
+        place = into + layer * num_rows * (PARTS * RANK) + part * RANK + number
+        for first in range(0, count, AHEAD):
+            places, read = (), ()
+            for later in tl.static_range(AHEAD):
+                there = first + later < count
+                row = tl.load(mine + 2 + first + later, mask=there, other=0)
+                values = tl.load(x + row.to(tl.int64) * x_row + at, mask=(at < INPUTS) & there, other=0.0)
+                places, read = places + (place + row * (PARTS * RANK),), read + (values,)
+            for later in tl.static_range(AHEAD):
+                found = tl.sum(read[later].to(tl.float32)[:, None] * weights, 0)
+                there = first + later < count
+                tl.store(places[later], found, mask=(number < RANK) & there)
+    elif EARLY:
+        gdc_wait()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_wide(
-    narrow, b, output, order, slots, begins, ends, output_row, layer,
-    NUM_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
-    AT_ONCE: tl.constexpr, LAYERS: tl.constexpr, TILE: tl.constexpr,
+    narrow, b0, b1, b2, output0, output1, output2, tiles, num_rows,
+    OUTPUTS0: tl.constexpr, OUTPUTS1: tl.constexpr, OUTPUTS2: tl.constexpr, RANK: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, PARTS_WIDE: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + tile)
+    blocks0: tl.constexpr = (OUTPUTS0 + AT_ONCE - 1) // AT_ONCE
+    blocks1: tl.constexpr = (OUTPUTS1 + AT_ONCE - 1) // AT_ONCE
+    mine = tiles + tile * (2 + TILE)
+    slot, count = tl.load(mine), tl.load(mine + 1)
     if slot >= 0:
-        place = tl.load(begins + tile) + tl.arange(0, TILE)
-        there = place < tl.load(ends + tile)
-        row = tl.load(order + place, mask=there, other=0).to(tl.int64)
-        number, at = tl.arange(0, WIDE), block * AT_ONCE + tl.arange(0, AT_ONCE)
-        sums = tl.zeros((TILE, WIDE), tl.float32)
-        for part in tl.static_range(PARTS):
-            sums += tl.load(
-                narrow + ((part * LAYERS + layer) * NUM_ROWS + row[:, None]) * RANK + number[None, :],
-                mask=there[:, None] & (number < RANK)[None, :], other=0.0,
+        if block < blocks0:
+            _add_block(
+                narrow, b0, output0, mine + 2, slot, count, block, 0,
+                OUTPUTS0, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
             )  # fmt: skip
-        weights = tl.load(
-            b + slot.to(tl.int64) * (RANK * OUTPUTS) + number[:, None] * OUTPUTS + at[None, :],
-            mask=(number < RANK)[:, None] & (at < OUTPUTS)[None, :], other=0.0,
-        )  # fmt: skip
-        into = output + row[:, None] * output_row + at[None, :]
-        inside = there[:, None] & (at < OUTPUTS)[None, :]
-        before = tl.load(into, mask=inside, other=0.0).to(tl.float32)
-        found = before + tl.dot(sums, weights, input_precision="ieee")
-        tl.store(into, found.to(output.dtype.element_ty), mask=inside)
+        elif block < blocks0 + blocks1:
+            _add_block(
+                narrow, b1, output1, mine + 2, slot, count, block - blocks0, num_rows,
+                OUTPUTS1, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
+            )  # fmt: skip
+        else:
+            _add_block(
+                narrow, b2, output2, mine + 2, slot, count, block - blocks0 - blocks1, 2 * num_rows,
+                OUTPUTS2, RANK, WIDE, PARTS, PARTS_WIDE, AT_ONCE, AHEAD, EARLY,
+            )  # fmt: skip
+    elif EARLY:
+        gdc_wait()
+
+
+@triton.jit
+def _add_block(
+    narrow, b, output, rows, slot, count, block, before_layer,
+    OUTPUTS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+    PARTS_WIDE: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    number, at, part = tl.arange(0, WIDE), block * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, PARTS_WIDE)
+    weights = tl.load(
+        b + slot.to(tl.int64) * (RANK * OUTPUTS) + number[:, None] * OUTPUTS + at[None, :],
+        mask=(number < RANK)[:, None] & (at < OUTPUTS)[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    if EARLY:
+        gdc_wait()
+    places = narrow + before_layer * (PARTS * RANK) + part[:, None] * RANK + number[None, :]
+    are_there = (part < PARTS)[:, None] & (number < RANK)[None, :]
+    for first in range(0, count, AHEAD):
+        intos, befores, narrows = (), (), ()
+        for later in tl.static_range(AHEAD):
+            there = first + later < count
+            row = tl.load(rows + first + later, mask=there, other=0)
+            into = output + row.to(tl.int64) * OUTPUTS + at
+            before = tl.load(into, mask=(at < OUTPUTS) & there, other=0.0)
+            parts = tl.load(places + row * (PARTS * RANK), mask=are_there & there, other=0.0)
+            intos, befores, narrows = intos + (into,), befores + (before,), narrows + (parts,)
+        for later in tl.static_range(AHEAD):
+            added = tl.sum(tl.sum(narrows[later], 0)[:, None] * weights, 0)
+            found = befores[later].to(tl.float32) + added
+            there = first + later < count
+            tl.store(intos[later], found.to(output.dtype.element_ty), mask=(at < OUTPUTS) & there)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops.digest_layout import DigestMatrix, Plain
-from tandem.ops.named_tensors import Finite
+from tandem.ops.named_tensors import Finite, copied_to
 from tandem.ops.option_report import requested
 from tandem.ops.phase_timer import Phases
 
@@ -164,6 +164,14 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return dict(zip(tensors, texts(numbers), strict=True))
 
 
+def fingerprints_of_host(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, str]:
+    """Return fingerprints of tensors on the host. A GPU takes them of a copy that is for nothing else: what is copied a
+    second time, and served, can still be told from what is here."""
+    if device.type != "cuda" or why_not_fused():
+        return fingerprints(tensors)
+    return fingerprints(copied_to(device, tensors))
+
+
 def fingerprinted(
     tensors: Iterable[tuple[str, Tensor]], phases: Phases | None = None
 ) -> Iterator[tuple[str, Tensor, str]]:
@@ -298,6 +306,8 @@ def _for_kernel(part: Piece) -> DigestMatrix | Plain:
         if tensor.stride(0) != 1:
             return _matrix(part)
         return Plain(tensor.data_ptr(), width, 1, shape[0], 0, seed, ~seed, col_start, row_start)  # turned: one row
+    if len(shape) == 2 and tensor.stride() == (1, pitch := tensor.stride(1)) and pitch > 1 and shape[0] > 1:
+        return Plain(tensor.data_ptr(), width, shape[1], shape[0], pitch, seed, ~seed, col_start, row_start)  # turned
     if tensor.is_contiguous() or (len(shape) == 2 and tensor.stride(1) == 1):
         pitch = tensor.stride(0)
     else:

@@ -117,7 +117,8 @@ class AdapterTable:
     async def put(self, name: str, source: str) -> None:
         """Serve an adapter under a name. RunError, SyncError or Unproven if it cannot be served."""
         path, version = await asyncio.to_thread(find_adapter, source)
-        read = await asyncio.to_thread(served_adapters.read_adapter, path)
+        memory = getattr(self._engine, "host_memory", None)  # vLLM reads adapters from files of its own
+        read = await asyncio.to_thread(served_adapters.read_adapter, path, memory)
         await asyncio.to_thread(find_adapter, source)
         await self._engine.put_adapter(name, read.tensors, read.config)
         self._sources[name] = source

@@ -190,9 +190,13 @@ class EmbeddedEngine:
         if self._vision is not None and (odd := [each for each in tensors if ".visual." in each]):
             raise SyncError(f"adapter '{name}': '{odd[0]}' is of the vision tower, which stays as it is")
         if expected is None:
-            expected = await self._call(digest.fingerprints, tensors)
+            expected = await self._call(digest.fingerprints_of_host, tensors, self._device)
         async with self._iterating:  # between two iterations, as weights change
             await self._call(self._adapters.put, name, tensors, config, expected)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """Return memory on the host that an adapter is read into; a GPU copies from it at full speed."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     async def drop_adapter(self, name: str) -> None:
         """Serve an adapter no more. EngineError while a request uses it."""
@@ -423,7 +427,7 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _score(self, ids: list[int]) -> list[float]:
-        self._adapters.plan([""])
+        self._adapters.plan([""], 1)
         ids_1T = torch.tensor([ids[:-1]], device=self._device, dtype=torch.long)
         positions_T = torch.arange(ids_1T.shape[1], device=self._device)
         hidden_1TH = self._head.hidden(ids_1T, positions_T[None], self._causal_mask(positions_T))
@@ -440,7 +444,7 @@ class EmbeddedEngine:
         """Return the logits after each request's prompt. Equal prompts are computed once."""
         wave.sort(key=lambda request: self._adapters.place(request.adapter))
         first, batch = len(self._running), PrefillBatch(wave, self._device)
-        self._adapters.plan(batch.adapters)
+        self._adapters.plan(batch.adapters, batch.width)
         self._cache.num_rows = first
         self._cache.reserve(first + len(wave), max(batch.width + 1, self._longest()))
         self._cache.copies, self._cache.view = batch.copies_S, batch.width
@@ -463,7 +467,7 @@ class EmbeddedEngine:
             filled = rows
         self._state.position_S[rows:filled] = 0
         self._cache.reserve(filled, longest)
-        is_graph = self._adapters.plan([*adapters, *[""] * (filled - rows)], step=True)
+        is_graph = self._adapters.plan([*adapters, *[""] * (filled - rows)], 1)
         if steps is None:
             logits_SV = logits_with_masks(self._head, self._cache, self._state, rows, longest)
         else:

@@ -21,6 +21,7 @@ _PREFIX = "base_model.model."
 class HookedAdapter:
     def __init__(self, module: Any) -> None:
         self._module = module
+        self._layers: dict[str, torch.nn.Linear] = {}
         self._held: Mapping[str, Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -68,10 +69,13 @@ class HookedAdapter:
         return output + torch.nn.functional.linear(narrow, b).to(output.dtype)
 
     def layer(self, owner: str) -> torch.nn.Linear:
+        if (known := self._layers.get(owner)) is not None:
+            return known
         try:
             layer = self._module.get_submodule(owner.removeprefix(_PREFIX))
         except AttributeError:
             layer = None
         if not owner.startswith(_PREFIX) or not isinstance(layer, torch.nn.Linear):
             raise SyncError(f"adapter: '{owner}' names no linear layer of this model")
+        self._layers[owner] = layer
         return layer

@@ -1,15 +1,16 @@
 """Serve several LoRA adapters of one base in the same forward pass: each row of a batch has one adapter, or none.
 
-Forward hooks on the linear layers add the matrices' output. The matrices of all adapters are stacked, and those of
-layers with one input (q, k and v) lie side by side: their first products are one. An adapter is written into a free
-slot of the stacks, and its fingerprints are taken of that memory. Names are PEFT's, as in lora_hooks.py; B is scaled
-already.
+The linear layers' own forward functions are replaced by ones that add the matrices' output. The matrices of all
+adapters are stacked, and those of layers with one input (q, k and v) lie side by side: their first products are one. An
+adapter is written into a free slot of the stacks, and its fingerprints are taken of that memory. Names are PEFT's, as
+in lora_hooks.py; B is scaled already.
 
 A product is computed in one of two ways:
 - grid: the rows are put into a grid of adapters, and each adapter's rows are multiplied with its matrices alone. If the
   batch is in the grid's order already, a product is one launch. Otherwise rows are gathered and added up one by one.
-- tiles: a kernel for decode steps on a GPU, where a launch takes longer than the arithmetic: two launches for any order
-  of rows (ops/adapter_rows_triton.py). A CUDA graph of such a step serves every order, until the stacks move.
+- tiles: kernels for few tokens on a GPU, as in decode steps, where launches and waiting take longer than the
+  arithmetic: two launches for the layers with one input, for any order of rows (ops/adapter_rows_triton.py). The second
+  adds to the outputs of them all. A CUDA graph of such a step serves every order, until the stacks move.
 
 Shapes: R rows of a batch, T tokens of a row, K adapters in a batch, M most rows of one of them, C slots of the stacks,
 L layers with one input, E rank of the stacks, I inputs and O outputs of a layer.
@@ -17,9 +18,9 @@ L layers with one input, E rank of the stacks, I inputs and O outputs of a layer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,10 +29,14 @@ from torch import Tensor
 
 from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.errors import EngineError, SyncError
+from tandem.ops.batched_launches import copy_all
 from tandem.ops.digest import all_at_once
+from tandem.ops.named_tensors import copied_to
 from tandem.types import Fingerprints
 
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+BESIDE = False
+"""Tiles: whether the first products have a stream of their own, beside the layers' products."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +45,8 @@ class _Group:
     adapter without a layer."""
 
     owners: tuple[str, ...]
+    bases: tuple[Callable[[Tensor], Tensor], ...]
+    """The layers without adapters."""
     a_LCIE: Tensor
     b_LCEO: list[Tensor]
     chosen: tuple[int, ...] = ()
@@ -55,7 +62,8 @@ class _Plan:
     names_R: tuple[str, ...]
     slots: tuple[int, ...]
     """Of the K adapters."""
-    by_tiles: bool = False
+    tokens: int = 0
+    """Of each row, by tiles; 0: in the grid."""
     rows_KM: Tensor | None = None
     """The row in each place of the grid; None: the rows are in the grid's order already."""
     filled: Tensor | None = None
@@ -82,19 +90,20 @@ class MixedAdapters:
         self._stacks = _Stacks()
         self._kernels = _kernels(self._device)
         self._tiles = self._kernels and self._kernels.Tiles.empty(rows, self._device)
+        self._most_tokens = rows if self._kernels else 0
+        """By tiles."""
         self.moved = 0
         """How often the stacks were replaced."""
         self._slots: dict[str, int] = {}
-        self._hooks: list[Any] = []
+        self._bases: dict[str, Callable[[Tensor], Tensor]] = {}
         self._plan: _Plan | None = None
         self._group: _Group | None = None
         self._input: Tensor | None = None
         """The group of the last layer, and its input in this pass. What its layers share:"""
-        self._a_L: Sequence[Tensor] = ()
-        self._b_L: Sequence[Tensor] = ()
-        self._grid: Any = None
-        self._narrow: Any = None
-        """For tiles: the first products."""
+        self._narrow_L: list[Tensor] = []
+        """For the grid: the first products, as [K, M, E]."""
+        self._outputs: list[Tensor] = []
+        """For tiles: of each layer, the adapters added."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,8 +125,8 @@ class MixedAdapters:
         owners = {_owner(key) for key in tensors}
         free = self._free_slot(owners, rank := int(config["r"]))
         views = self._views(tensors, free, rank)
-        for key, view in views.items():
-            view.copy_(tensors[key], non_blocking=True)
+        sent = copied_to(self._device, tensors)
+        copy_all((view, sent[key]) for key, view in views.items())
         found, not_finite = all_at_once(views.items())
         try:
             if not_finite:
@@ -173,6 +182,7 @@ class MixedAdapters:
             inputs, num = layers[0].in_features, len(layers)
             group = _Group(
                 together,
+                tuple(self._base(owner) for owner in together),
                 self._zeros(num, capacity, inputs, rank),
                 [self._zeros(capacity, rank, layer.out_features) for layer in layers],
             )
@@ -183,36 +193,36 @@ class MixedAdapters:
                     group.a_LCIE[at, : old.capacity, :, : old.rank] = theirs.a_LCIE[there]
                     group.b_LCEO[at][: old.capacity, : old.rank] = theirs.b_LCEO[there]
             self._stacks.groups.append(group)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = [
-            self._checks.layer(owner).register_forward_hook(partial(self._add, owner, group, at))
-            for owner, (group, at) in self._stacks.places.items()
-        ]
+        for owner, (group, at) in self._stacks.places.items():
+            vars(self._checks.layer(owner))["forward"] = partial(self._forward, owner, group, at)
         self._plan = None
+
+    def _base(self, owner: str) -> Callable[[Tensor], Tensor]:
+        """Return the forward function that a layer had before it had adapters."""
+        return self._bases.setdefault(owner, self._checks.layer(owner).forward)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._stacks.dtype, device=self._device)
 
     # --- passes
 
-    def plan(self, names: Sequence[str], *, step: bool = False) -> bool:
-        """Say which adapter each row of the next pass has; empty: none. `step`: each row has one token. Return whether
-        a graph of the pass serves it: one of as many rows, since the stacks last moved."""
+    def plan(self, names: Sequence[str], tokens: int) -> bool:
+        """Say which adapter each row of the next pass has; empty: none. `tokens`: of each row. Return whether a graph
+        of the pass serves it: one of as many rows, since the stacks last moved."""
         names_R = tuple(names)
-        by_tiles = step and self._kernels is not None
+        by_tiles = len(names_R) * tokens <= self._most_tokens
         self._group = self._input = None  # the next pass may write its input into the same tensor
         if not any(names_R):
             self._plan = None
             return True
-        if self._plan is None or (self._plan.names_R, self._plan.by_tiles) != (names_R, by_tiles):
-            self._plan = self._tiled(names_R) if by_tiles else self._planned(names_R)
+        if self._plan is None or (self._plan.names_R, self._plan.tokens) != (names_R, tokens if by_tiles else 0):
+            self._plan = self._tiled(names_R, tokens) if by_tiles else self._planned(names_R)
         return by_tiles
 
-    def _tiled(self, names_R: tuple[str, ...]) -> _Plan:
-        slots = [self._slots[name] if name else -1 for name in names_R]
+    def _tiled(self, names_R: tuple[str, ...], tokens: int) -> _Plan:
+        slots = [self._slots[name] if name else -1 for name in names_R for _ in range(tokens)]
         self._tiles.set(slots, self._kernels.most_tiles(len(slots), self._stacks.capacity))
-        return _Plan(names_R, (), by_tiles=True)
+        return _Plan(names_R, (), tokens)
 
     def _planned(self, names_R: tuple[str, ...]) -> _Plan:
         rows_of = dict[int, list[int]]()
@@ -233,56 +243,74 @@ class MixedAdapters:
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
 
-    def _add(
-        self, owner: str, group: _Group, at: int, _layer: Any, inputs: tuple[Tensor, ...], output: Tensor
-    ) -> Tensor:
+    def _forward(self, owner: str, group: _Group, at: int, x_RTI: Tensor) -> Tensor:
         if (plan := self._plan) is None:
-            return output
-        if self._input is not inputs[0] or self._group is not group:
-            if (x_RTI := inputs[0]).dim() != 3 or x_RTI.shape[0] != len(plan.names_R):
+            return group.bases[at](x_RTI)
+        if self._input is not x_RTI or self._group is not group:
+            if x_RTI.dim() != 3 or x_RTI.shape[0] != len(plan.names_R):
                 raise EngineError(
                     f"adapter: '{owner}' does not see the rows of the batch, so it cannot tell them apart"
                 )
             self._input, self._group = x_RTI, group
-            self._first(plan, group, x_RTI)
-        if plan.by_tiles:
-            size = output.shape[-1]
-            self._kernels.add_wide(self._narrow, at, group.b_LCEO[at], output.view(-1, size), self._tiles)
-            return output
-        if output.dtype == self._stacks.dtype:
-            self._second(plan, at, output)
-            return output
-        self._second(plan, at, added := torch.zeros_like(output, dtype=self._stacks.dtype))
-        return output + added.to(output.dtype)
+            if plan.tokens:
+                self._outputs = self._by_tiles(group, x_RTI)
+            else:
+                self._narrow_L = self._first(plan, group, x_RTI)
+        if plan.tokens:
+            return self._outputs[at]
+        return self._second(plan, group, at, group.bases[at](x_RTI))
 
-    def _first(self, plan: _Plan, group: _Group, x_RTI: Tensor) -> None:
-        """Compute what all layers of a group share."""
-        inputs = x_RTI.shape[2]
-        if plan.by_tiles:
-            self._narrow = self._kernels.narrow(x_RTI.reshape(-1, inputs), group.a_LCIE, self._tiles)
-            return
-        self._a_L, self._b_L = self._some(group, plan.slots)
+    def _by_tiles(self, group: _Group, x_RTI: Tensor) -> list[Tensor]:
+        """Compute the outputs of all layers of a group."""
+        kernels, x_RI = self._kernels, x_RTI.reshape(-1, x_RTI.shape[2])
+        narrow = kernels.room(x_RI, group.a_LCIE)
+        if BESIDE:
+            here, beside = torch.cuda.current_stream(self._device), _stream_beside(self._device)
+            beside.wait_stream(here)
+            with torch.cuda.stream(beside):
+                kernels.narrow(x_RI, group.a_LCIE, self._tiles, narrow)
+            outputs = [base(x_RTI) for base in group.bases]
+            here.wait_stream(beside)
+        else:
+            outputs = [base(x_RTI) for base in group.bases]
+            kernels.narrow(x_RI, group.a_LCIE, self._tiles, narrow)
+        kernels.add_wide(narrow, group.b_LCEO, [each.view(len(x_RI), -1) for each in outputs], self._tiles)
+        return outputs
+
+    def _first(self, plan: _Plan, group: _Group, x_RTI: Tensor) -> list[Tensor]:
+        """Return the first products of all layers of a group in the grid: one launch if there is one adapter."""
+        a_L, _ = self._some(group, plan.slots)
         grid = x_RTI.to(self._stacks.dtype)
         grid = grid if plan.rows_KM is None else grid[plan.rows_KM]
-        self._grid = grid.reshape(len(plan.slots), -1, inputs)
+        grid = grid.reshape(len(plan.slots), -1, x_RTI.shape[2])
+        if len(plan.slots) != 1 or len(a_L) == 1:
+            return [torch.bmm(grid, a_KIE) for a_KIE in a_L]
+        a_LIE = group.a_LCIE[:, plan.slots[0]]
+        return [*torch.bmm(grid.expand(len(a_LIE), -1, -1), a_LIE).unsqueeze(1)]
 
-    def _second(self, plan: _Plan, at: int, output: Tensor) -> None:
-        """Add a layer's adapters to its output, in place."""
-        size = output.shape[-1]
-        narrow = torch.bmm(self._grid, self._a_L[at])
+    def _second(self, plan: _Plan, group: _Group, at: int, output: Tensor) -> Tensor:
+        """Add a layer's adapters to its output, in place, and in the stacks' precision."""
+        narrow, b_KEO = self._narrow_L[at], self._some(group, plan.slots)[1][at]
+        is_narrower = output.dtype != self._stacks.dtype
+        if plan.targets is None and not is_narrower:
+            output.view(len(plan.slots), -1, output.shape[-1]).baddbmm_(narrow, b_KEO)
+            return output
+        wide = torch.bmm(narrow, b_KEO)
         if plan.targets is None:
-            output.view(len(plan.slots), -1, size).baddbmm_(narrow, self._b_L[at])
-            return
-        wide = torch.bmm(narrow, self._b_L[at]).view(-1, *output.shape[1:])
-        output.index_add_(0, plan.targets, wide if plan.filled is None else wide[plan.filled])
+            return output.add_(wide.view(output.shape))
+        wide = wide.view(-1, *output.shape[1:])
+        wide = wide if plan.filled is None else wide[plan.filled]
+        if is_narrower:
+            return output.add_(torch.zeros_like(output, dtype=wide.dtype).index_add_(0, plan.targets, wide))
+        return output.index_add_(0, plan.targets, wide)
 
     def _some(self, group: _Group, slots: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the matrices of the adapters in a batch. Copies are kept until a batch has others."""
+        """Return the matrices of the adapters in a batch: where they lie if their slots are neighbours. Copies are kept
+        until a batch has others."""
         if group.some is None or group.chosen != slots:
-            a_LCIE, b_LCEO = [*group.a_LCIE.unbind()], group.b_LCEO
-            if slots != tuple(range(self._stacks.capacity)):
-                chosen = self._tensor(slots)
-                a_LCIE, b_LCEO = ([matrix[chosen] for matrix in side] for side in (a_LCIE, b_LCEO))
+            first, end = slots[0], slots[-1] + 1
+            chosen = slice(first, end) if slots == tuple(range(first, end)) else self._tensor(slots)
+            a_LCIE, b_LCEO = ([matrix[chosen] for matrix in side] for side in (group.a_LCIE.unbind(), group.b_LCEO))
             group.chosen, group.some = slots, (a_LCIE, b_LCEO)
         return group.some
 
@@ -294,6 +322,11 @@ def _kernels(device: torch.device) -> Any:
     from tandem.ops import adapter_rows_triton
 
     return adapter_rows_triton
+
+
+@cache
+def _stream_beside(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
 
 
 def _owner(key: str) -> str:

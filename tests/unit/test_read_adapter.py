@@ -1,0 +1,59 @@
+"""Adapters in PEFT's format are read into memory that the engine gives, and refused if they are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem.build.served_adapters import read_adapter
+from tandem.errors import RunError
+
+NAMES: tuple[str, ...] = ("layer.lora_A.weight", "layer.lora_B.weight")
+
+
+def written(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = dict(zip(NAMES, (torch.randn(3, 5).to(dtype), torch.randn(7, 3).to(dtype)), strict=True))
+    save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
+    (path / "adapter_config.json").write_text(json.dumps({"r": 3, "lora_alpha": 4}))
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_b_is_scaled_and_all_is_float32(dtype: torch.dtype, tmp_path: Path):
+    a, b = written(tmp_path, dtype).values()
+    read = read_adapter(tmp_path)
+    assert read.config == {"r": 3}
+    assert read.tensors.keys() == {*NAMES}
+    assert torch.equal(read.tensors[NAMES[0]], a.float())
+    assert torch.equal(read.tensors[NAMES[1]], b.float() * (4 / 3))
+
+
+def test_what_was_read_lies_in_the_memory_that_was_given(tmp_path: Path):
+    given: list[torch.Tensor] = []
+
+    def memory(num_bytes: int) -> torch.Tensor:
+        given.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return given[-1]
+
+    a, b = written(tmp_path, torch.float32).values()
+    read = read_adapter(tmp_path, memory)
+    (whole,) = given
+    assert whole.nbytes == a.nbytes + b.nbytes
+    expected = read_adapter(tmp_path).tensors
+    for name, tensor in read.tensors.items():
+        assert tensor.untyped_storage().data_ptr() == whole.data_ptr()
+        assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize("kept", [0, 40, -1])
+def test_a_file_that_ends_early_is_refused(kept: int, tmp_path: Path):
+    written(tmp_path, torch.float32)
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(RunError, match="no LoRA adapter can be read"):
+        read_adapter(tmp_path)
