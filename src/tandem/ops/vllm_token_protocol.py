@@ -15,6 +15,9 @@ URGENT = "tandem_urgent"
 URGENT_PLACES = 1
 """Places in vLLM's batch that are reserved for urgent requests."""
 
+TOGETHER, ABORTED = "/tandem/generate", "/tandem/abort"
+"""Routes that Tandem adds to vLLM's server: many requests in one, and names of those whose answer is not needed."""
+
 SCHEDULER_TOLD = "TANDEM_SCHEDULER_TOLD"
 """Environment variable with the file in which vLLM's core writes why bulk scheduling is off."""
 

@@ -6,7 +6,8 @@ produces: completions           with the version that made each token
 engine/vllm/weight_update.py knows the version and admits requests. No request finds cached keys and values of another
 version: vLLM's cache is cleared at each update, and each version has its own `cache_salt`. If the workers can record
 sampled tokens, a request's answer has only token ids, and the logprobs are read from the workers
-(engine/vllm/token_reader.py). Otherwise vLLM's server streams every token, which is slower.
+(engine/vllm/token_reader.py), and the requests of one moment are sent together (engine/vllm/requests_together.py).
+Otherwise vLLM's server streams every token, which is slower.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tandem.engine.http.server_sent_events import server_sent
 from tandem.engine.vllm.image_features import ImageFeatures
 from tandem.engine.vllm.named_adapters import NamedAdapters
 from tandem.engine.vllm.process import VllmProcess
+from tandem.engine.vllm.requests_together import RequestsTogether
 from tandem.engine.vllm.token_reader import TokenReader
 from tandem.engine.vllm.weight_update import BASE, WeightUpdate
 from tandem.errors import EngineError, SamplingRefused, SyncError
@@ -58,6 +60,7 @@ class VllmEngine:
         self._named = NamedAdapters(exchange, process.options.adapter_slots)
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
         self._images = None if images is None else ImageFeatures(images, process.options.dtype)
+        self._together = RequestsTogether(process)
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: TokenReader | None = None
         """Reads the tokens that the workers record; None if they cannot, and `_why_streamed` says why."""
@@ -140,12 +143,14 @@ class VllmEngine:
         end_ids = {*self._end_ids, *sampling.stop_ids}
         with sampled.request(sampling.max_tokens, end_ids, tell if on_token else None) as request:
             body = {**self._request(model, prompt_ids, sampling, version), **more}
-            body["stream"] = False
-            del body["sampling_params"]["logprobs"]
-            body["sampling_params"]["output_kind"] = _AT_THE_END
+            del body["stream"], body["sampling_params"]["logprobs"]
             body["sampling_params"]["extra_args"][MARK] = request.name
-            choices = [choice async for choice in self._choices(body)]
-            ids, reason = choices[0]["token_ids"], choices[0]["finish_reason"]
+            if more or sampling.urgent:  # features of images need vLLM's own route, and an urgent one goes alone
+                body["sampling_params"]["output_kind"] = _AT_THE_END
+                (answer,) = [choice async for choice in self._choices({**body, "stream": False})]
+            else:
+                answer = await self._together.ask({**body, "name": request.name})
+            ids, reason = answer["token_ids"], answer["finish_reason"]
             if reason == "abort":
                 return None
             finish, logprobs = _finish(reason, len(ids)), await sampled.logprobs(request, ids)
@@ -229,6 +234,7 @@ class VllmEngine:
         await self._prepare()
         told = {
             "sampled": requested("kept", self._why_streamed),
+            "requests": requested("together", self._why_streamed),
             "scheduler": requested("in bulk", self._process.why_not_in_bulk),
         }
         why_not = self._why_none_is_held(source)
@@ -320,6 +326,7 @@ class VllmEngine:
             await asyncio.sleep(_WATCH_S)
 
     async def close(self) -> None:
+        await self._together.close()
         if self._sampled is not None:
             await self._sampled.close()
         await self._process.close()

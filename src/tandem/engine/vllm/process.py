@@ -51,9 +51,10 @@ _BASE_URL = "http://vllm"
 _SERVER = "vllm.entrypoints.openai.api_server"
 _IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
 _EXTENSION = "tandem.vllm_worker.extension.TandemWorker"
+_MIDDLEWARE = "tandem.vllm_worker.requests_together.RequestsTogether"
 _SCHEDULER, _SCHEDULER_FILE = "tandem.vllm_worker.scheduler.scheduler", "scheduler.json"
 _COMPILED = '{"tandem_adapters": 1}'  # separates code that was compiled with vllm_worker/lora_layers.py in vLLM's cache
-_LEAST_STREAMS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
+_LEAST_REQUESTS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
 _SOCKET_BYTES = 100  # the kernel allows 107 for the path of a socket
 
 
@@ -99,7 +100,7 @@ class VllmOptions:
             *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
             *("--dtype", self.dtype, "--tensor-parallel-size", str(self.tensor_parallel)),
             *("--max-num-seqs", str(self.max_running + URGENT_PLACES), "--seed", str(self.seed)),
-            *("--worker-extension-cls", _EXTENSION, "--scheduler-cls", _SCHEDULER),
+            *("--worker-extension-cls", _EXTENSION, "--scheduler-cls", _SCHEDULER, "--middleware", _MIDDLEWARE),
             # Logprobs of the sampled distribution, not of the model before temperature.
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             "--disable-uvicorn-access-log",
@@ -152,8 +153,9 @@ class VllmProcess:
             log=home / "vllm.log",
             environment=self.environment(Path(self._folder.name)),
         )
-        most = max(_LEAST_STREAMS, 2 * options.max_running)
-        self._http = HttpClient(_BASE_URL, socket=self.socket, most=most)
+        self.most_requests = max(_LEAST_REQUESTS, 2 * options.max_running)
+        """At a time; urgent ones beside them."""
+        self._http = HttpClient(_BASE_URL, socket=self.socket, most=self.most_requests)
 
     def serve(self, options: VllmOptions) -> None:
         """Let a waiting process serve. `options` may differ from the first ones in model and context only."""
