@@ -18,7 +18,8 @@ that fails before its first step is started once more.
 
 Order: all weights and TRL, a seed after the other, and then LoRA. This Python has Tandem and reasoning-gym;
 `--vllm-python` has vLLM, for the engine; `--trl-python` has TRL, vLLM and reasoning-gym. TRL's own packages must come
-before vLLM's on its path and lie in a directory called `site-packages`, for dill goes by that name.
+before vLLM's on its path and lie in a directory called `site-packages`, for dill goes by that name. offline.sh brings
+all of it, the model too, to a machine that reaches no package index.
 
 Exit code 1 if a job failed.
 """
