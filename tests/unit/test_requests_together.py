@@ -16,7 +16,7 @@ from tandem.engine.http.client import HttpClient
 from tandem.engine.vllm.process import VllmProcess
 from tandem.engine.vllm.requests_together import RequestsTogether
 from tandem.errors import EngineError, EngineLost
-from tandem.vllm_worker import requests_together
+from tandem.vllm_worker import together_route
 
 
 class Sampler:
@@ -64,13 +64,13 @@ class Rig:
 @asynccontextmanager
 async def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int = 512) -> AsyncIterator[Rig]:
     sampler = Sampler()
-    monkeypatch.setattr(requests_together, "_sampled", sampler.sampled)
+    monkeypatch.setattr(together_route, "_sampled", sampler.sampled)
 
     async def others(scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 404, "headers": []})
         await send({"type": "http.response.body", "body": scope["path"].encode()})
 
-    middleware = requests_together.RequestsTogether(others)
+    middleware = together_route.TogetherRoute(others)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         sampler.posts.append(scope["path"])
@@ -99,6 +99,15 @@ def test_requests_of_one_moment_are_one_post_and_each_has_its_answer(tmp_path, m
             for name, answer in asked.items():
                 assert (await answer)["token_ids"] == [int(name) + 1, int(name)]
             assert rig.sampler.posts == ["/tandem/generate"] * 4  # of at most 64
+
+    asyncio.run(play())
+
+
+def test_long_prompts_are_sent_with_fewer_others(tmp_path, monkeypatch):
+    async def play() -> None:
+        async with serving(tmp_path, monkeypatch) as rig:
+            await asyncio.gather(*(rig.ask(f"{number}", *range(2**15)) for number in range(4)))
+            assert rig.sampler.posts == ["/tandem/generate"] * 2
 
     asyncio.run(play())
 

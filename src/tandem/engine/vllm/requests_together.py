@@ -3,7 +3,7 @@
 consumes: requests of a few tokens or many     waits for: vLLM, of which each answer comes as it ends
 produces: their answers
 
-`tandem.vllm_worker.requests_together` is the other end.
+`tandem.vllm_worker.together_route` is the other end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.ops.vllm_token_protocol import ABORTED, TOGETHER
 
 Waiting: TypeAlias = tuple[Mapping[str, Any], asyncio.Future[dict[str, Any]]]
 
-_MOST_TOGETHER = 64  # requests are written in one piece, and all others wait meanwhile
+_MOST_TOGETHER, _MOST_IDS = 64, 2**16  # they are written and read in one piece, and all others wait meanwhile
 
 
 class RequestsTogether:
@@ -66,10 +66,12 @@ class RequestsTogether:
     async def _send(self) -> None:
         for _ in range(2):  # until the other requests of this moment are here
             await asyncio.sleep(0)
-        while self._waiting and self._under_way < self._most:
-            count = min(len(self._waiting), _MOST_TOGETHER, self._most - self._under_way)
-            together = [self._waiting.popleft() for _ in range(count)]
-            self._under_way += count
+        while self._waiting and (room := self._most - self._under_way) > 0:
+            together, ids = list[Waiting](), 0
+            while self._waiting and len(together) < min(room, _MOST_TOGETHER) and ids < _MOST_IDS:
+                together.append(self._waiting.popleft())
+                ids += len(together[-1][0]["token_ids"])
+            self._under_way += len(together)
             self._keep(self._ask_together(together))
 
     def _keep(self, work: Any) -> None:
@@ -109,7 +111,7 @@ class RequestsTogether:
         if self._waiting and count:
             self._go_on()
 
-    # --- answers that nobody waits for
+    # --- requests whose caller was cancelled
 
     def _drop(self, name: str) -> None:
         self._dropped.append(name)

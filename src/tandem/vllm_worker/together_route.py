@@ -22,7 +22,7 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
-class RequestsTogether:
+class TogetherRoute:
     """Answers TOGETHER and ABORTED, and leaves all else to vLLM."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
