@@ -66,9 +66,10 @@ class TogetherRoute:
         finally:
             for name in running:
                 del self._running[name]
-            for each in (*running.values(), leaving):
+            tasks: list[asyncio.Task[Any]] = [*running.values(), leaving]
+            for each in tasks:
                 each.cancel()
-            await asyncio.gather(*running.values(), leaving, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _body(receive: Receive) -> bytes | None:
