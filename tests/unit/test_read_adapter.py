@@ -57,3 +57,13 @@ def test_a_file_that_ends_early_is_refused(kept: int, tmp_path: Path):
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(RunError, match="no LoRA adapter can be read"):
         read_adapter(tmp_path)
+
+
+def test_a_file_whose_tensors_overlap_is_refused(tmp_path: Path):
+    """B would be scaled twice where both lie."""
+    written(tmp_path, torch.float32)
+    place = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    header = json.dumps(dict.fromkeys(NAMES, place)).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+    with pytest.raises(RunError, match="no LoRA adapter can be read"):
+        read_adapter(tmp_path)

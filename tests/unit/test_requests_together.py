@@ -16,6 +16,7 @@ from tandem.engine.http.client import HttpClient
 from tandem.engine.vllm.process import VllmProcess
 from tandem.engine.vllm.requests_together import RequestsTogether
 from tandem.errors import EngineError, EngineLost
+from tandem.ops.vllm_token_protocol import ABORT, TOGETHER
 from tandem.vllm_worker import together_route
 
 
@@ -24,7 +25,9 @@ class Sampler:
 
     def __init__(self) -> None:
         self.posts, self.began, self.aborted = list[str](), list[str](), list[str]()
-        self.let = asyncio.Event()
+        self.let, self.taken = asyncio.Event(), asyncio.Event()
+        self.taken.set()
+        self.engine_client = SimpleNamespace(errored=False)
 
     async def sampled(self, _: Any, request: dict[str, Any]) -> dict[str, Any]:
         self.began.append(request["name"])
@@ -74,7 +77,9 @@ async def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int = 5
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         sampler.posts.append(scope["path"])
-        scope["app"] = SimpleNamespace(state=None)
+        scope["app"] = SimpleNamespace(state=sampler)
+        if scope["path"] == TOGETHER:
+            await sampler.taken.wait()
         await middleware(scope, receive, send)
 
     socket = tmp_path / "socket"
@@ -98,7 +103,7 @@ def test_requests_of_one_moment_are_one_post_and_each_has_its_answer(tmp_path, m
             asked = {f"{number}": rig.ask(f"{number}", number, number + 1) for number in range(200)}
             for name, answer in asked.items():
                 assert (await answer)["token_ids"] == [int(name) + 1, int(name)]
-            assert rig.sampler.posts == ["/tandem/generate"] * 4  # of at most 64
+            assert rig.sampler.posts == [TOGETHER] * 4  # of at most 64
 
     asyncio.run(play())
 
@@ -107,7 +112,7 @@ def test_long_prompts_are_sent_with_fewer_others(tmp_path, monkeypatch):
     async def play() -> None:
         async with serving(tmp_path, monkeypatch) as rig:
             await asyncio.gather(*(rig.ask(f"{number}", *range(2**15)) for number in range(4)))
-            assert rig.sampler.posts == ["/tandem/generate"] * 2
+            assert rig.sampler.posts == [TOGETHER] * 2
 
     asyncio.run(play())
 
@@ -117,7 +122,7 @@ def test_an_answer_does_not_wait_for_the_others(tmp_path, monkeypatch):
         async with serving(tmp_path, monkeypatch) as rig:
             slow, quick = rig.ask("slow", 1), rig.ask("quick", 2)
             assert (await quick)["token_ids"] == [2]
-            assert rig.sampler.posts == ["/tandem/generate"]
+            assert rig.sampler.posts == [TOGETHER]
             assert not slow.done()
             rig.sampler.let.set()
             assert (await slow)["finish_reason"] == "stop"
@@ -147,7 +152,51 @@ def test_what_is_cancelled_is_aborted_and_the_others_go_on(tmp_path, monkeypatch
             rig.sampler.let.set()
             assert (await kept)["token_ids"] == [2]
             assert rig.sampler.aborted == ["slow 1"]
-            assert rig.together._under_way == 0
+            assert not rig.together._sent
+
+    asyncio.run(play())
+
+
+def test_an_abort_that_overtakes_its_request_is_sent_again(tmp_path, monkeypatch):
+    async def play() -> None:
+        async with serving(tmp_path, monkeypatch) as rig:
+            rig.sampler.taken.clear()
+            dropped = rig.ask("slow", 1)
+            while not rig.sampler.posts:
+                await asyncio.sleep(0.001)
+            dropped.cancel()
+            while ABORT not in rig.sampler.posts:
+                await asyncio.sleep(0.001)
+            rig.sampler.taken.set()
+            async with asyncio.timeout(5):
+                while rig.sampler.aborted != ["slow"]:
+                    await asyncio.sleep(0.001)
+
+    asyncio.run(play())
+
+
+def test_a_list_that_was_not_sent_yet_is_answered_when_the_engine_closes(tmp_path, monkeypatch):
+    async def play() -> None:
+        async with serving(tmp_path, monkeypatch) as rig:
+            for steps in range(6):
+                together = RequestsTogether(rig.process)
+                asked = asyncio.create_task(together.ask({"name": f"slow {steps}", "token_ids": [1]}))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                await together.close()
+                with pytest.raises(EngineError, match="closed"):
+                    await asyncio.wait_for(asked, 5)
+
+    asyncio.run(play())
+
+
+def test_a_dead_core_is_no_refusal(tmp_path, monkeypatch):
+    async def play() -> None:
+        async with serving(tmp_path, monkeypatch) as rig:
+            rig.sampler.engine_client.errored = True
+            for each in [rig.ask("one", 1), rig.ask("two", 2)]:
+                with pytest.raises(EngineLost, match="vLLM is gone"):
+                    await each
 
     asyncio.run(play())
 
@@ -191,10 +240,10 @@ def test_a_server_that_goes_is_told_to_all(tmp_path, monkeypatch):
             rig.server.force_exit = rig.server.should_exit = True
             for connection in list(rig.server.server_state.connections):
                 connection.transport.abort()
-            for each in asked:
-                with pytest.raises(EngineLost, match="vLLM is gone"):
-                    await each
-            assert rig.together._under_way == 0
+            errors = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(each, EngineLost) and "vLLM is gone" in str(each) for each in errors)
+            assert len({id(each) for each in errors}) == 2
+            assert not rig.together._sent
 
     asyncio.run(play())
 

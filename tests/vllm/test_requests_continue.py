@@ -41,7 +41,7 @@ class Rig:
             environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("tandem.engine.vllm.process._LEAST_STREAMS", 2)  # twelve at a time
+            patched.setattr("tandem.engine.vllm.process._LEAST_REQUESTS", 2)  # twelve at a time
             process = VllmProcess(options, path)
         process.wait_ready(300)
         self.engine = VllmEngine(process, end_ids=frozenset(), num_ids=200, version=0)

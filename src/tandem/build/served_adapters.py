@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,10 +81,15 @@ def _read(path: Path, memory: Callable[[int], Tensor] | None) -> dict[str, Tenso
 
     with path.open("rb", buffering=0) as file:
         stored = read_header(file.fileno(), path)
-        first = min((each.offset for each in stored.values()), default=0)
-        if not stored or any(each.dtype != "float32" or (each.offset - first) % 4 for each in stored.values()):
+        places = sorted((each.offset, each.offset + each.size_bytes) for each in stored.values())
+        first = places[0][0] if places else 0
+        if (
+            not stored
+            or any(each.dtype != "float32" or (each.offset - first) % 4 for each in stored.values())
+            or any(end != begin for (_, end), (begin, _) in pairwise(places))  # it refuses files with gaps and overlaps
+        ):
             return {name: tensor.to(torch.float32, copy=True) for name, tensor in load_file(path).items()}
-        size = max(each.offset + each.size_bytes for each in stored.values()) - first
+        size = places[-1][1] - first
         whole = torch.empty(size, dtype=torch.uint8) if memory is None else memory(size)
         into, descriptor = memoryview(whole.numpy()), file.fileno()  # pyright: ignore[reportArgumentType]
 

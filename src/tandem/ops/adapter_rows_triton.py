@@ -1,6 +1,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # ruff: noqa: RUF005 - Triton has no starred tuples
-"""The kernels of adapters in decode steps: rows of one adapter are multiplied with its matrices, a tile at a time.
+"""The kernels of adapters for few tokens, as in decode steps: rows of one adapter are multiplied with its matrices, a
+tile at a time.
 
 Which rows a tile has is read from tensors, so a CUDA graph of a step goes on to fit when rows get other adapters. A
 program reads its piece of a matrix once, holds it in registers, in float32, and multiplies it with row after row of its

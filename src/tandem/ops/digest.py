@@ -165,8 +165,8 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def fingerprints_of_host(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, str]:
-    """Return fingerprints of tensors on the host. A GPU takes them of a copy that is for nothing else: what is copied a
-    second time, and served, can still be told from what is here."""
+    """Return fingerprints of tensors on the host. A GPU takes them of a copy of their own, so an error in the second
+    copy, which is served, is still found."""
     if device.type != "cuda" or why_not_fused():
         return fingerprints(tensors)
     return fingerprints(copied_to(device, tensors))

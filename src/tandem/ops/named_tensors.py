@@ -71,8 +71,8 @@ def check_alike(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: s
 @torch.no_grad()
 def copied_to(device: torch.device, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to a device, unless they are on it. Those that fill a memory together are copied in one piece:
-    hundreds of small copies take longer than their bytes. They are there once the device's current stream is that
-    far."""
+    hundreds of small copies take longer than their bytes. The copies run on the current stream: wait for it before
+    they are read elsewhere."""
     filled = Counter[int]()
     for tensor in tensors.values():
         filled[tensor.untyped_storage().data_ptr()] += tensor.nbytes

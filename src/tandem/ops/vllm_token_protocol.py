@@ -15,7 +15,7 @@ URGENT = "tandem_urgent"
 URGENT_PLACES = 1
 """Places in vLLM's batch that are reserved for urgent requests."""
 
-TOGETHER, ABORTED = "/tandem/generate", "/tandem/abort"
+TOGETHER, ABORT = "/tandem/generate", "/tandem/abort"
 """Routes that Tandem adds to vLLM's server: many requests in one, and names of those whose answer is not needed."""
 
 SCHEDULER_TOLD = "TANDEM_SCHEDULER_TOLD"

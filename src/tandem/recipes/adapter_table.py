@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from tandem.agent.trainer import TOLD
 from tandem.build import served_adapters
-from tandem.errors import CheckpointDamaged, SpecError, TandemError, Unproven
+from tandem.errors import CheckpointDamaged, RunError, SpecError, TandemError, Unproven
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
 from tandem.runs.checkpoints import Checkpoints
@@ -118,9 +118,12 @@ class AdapterTable:
         """Serve an adapter under a name. RunError, SyncError or Unproven if it cannot be served."""
         path, version = await asyncio.to_thread(find_adapter, source)
         memory = getattr(self._engine, "host_memory", None)  # vLLM reads adapters from files of its own
-        read = await asyncio.to_thread(served_adapters.read_adapter, path, memory)
-        await asyncio.to_thread(find_adapter, source)
-        await self._engine.put_adapter(name, read.tensors, read.config)
+        try:
+            read = await asyncio.to_thread(served_adapters.read_adapter, path, memory)
+            await asyncio.to_thread(find_adapter, source)
+            await self._engine.put_adapter(name, read.tensors, read.config)
+        except (MemoryError, RuntimeError) as error:  # of torch, where there is no memory for it
+            raise RunError(f"adapter '{name}': {type(error).__name__}: {error}") from error
         self._sources[name] = source
         self.models[name] = AdapterModel(self._engine, name, version)
 

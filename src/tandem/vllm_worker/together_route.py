@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from tandem.ops.vllm_token_protocol import ABORTED, TOGETHER
+from tandem.ops.vllm_token_protocol import ABORT, TOGETHER
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
@@ -23,14 +23,14 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
 class TogetherRoute:
-    """Answers TOGETHER and ABORTED, and leaves all else to vLLM."""
+    """Answers TOGETHER and ABORT, and leaves all else to vLLM."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in (TOGETHER, ABORTED):
+        if scope["type"] != "http" or scope["path"] not in (TOGETHER, ABORT):
             await self._app(scope, receive, send)
         elif (body := await _body(receive)) is None:
             return
@@ -56,16 +56,19 @@ class TogetherRoute:
             missing = len(requests)
             while missing:
                 line = asyncio.ensure_future(lines.get())
-                await asyncio.wait((line, leaving), return_when=asyncio.FIRST_COMPLETED)
-                if not line.done():
-                    line.cancel()
-                    return
+                try:
+                    await asyncio.wait((line, leaving), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not line.done():
+                        line.cancel()
+                if leaving.done() or vllm.engine_client.errored:
+                    return  # without an end of the answer: for a client that is still there, vLLM is gone
                 ready = [line.result(), *(lines.get_nowait() for _ in range(lines.qsize()))]
                 missing -= len(ready)
                 await send({"type": "http.response.body", "body": b"".join(ready), "more_body": missing > 0})
         finally:
             for name in running:
-                del self._running[name]
+                self._running.pop(name, None)
             tasks: list[asyncio.Task[Any]] = [*running.values(), leaving]
             for each in tasks:
                 each.cancel()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,8 +35,6 @@ from tandem.ops.named_tensors import copied_to
 from tandem.types import Fingerprints
 
 _ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-BESIDE = False
-"""Tiles: whether the first products have a stream of their own, beside the layers' products."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +44,7 @@ class _Group:
 
     owners: tuple[str, ...]
     bases: tuple[Callable[[Tensor], Tensor], ...]
-    """The layers without adapters."""
+    """The layers' own forward functions, without adapters."""
     a_LCIE: Tensor
     b_LCEO: list[Tensor]
     chosen: tuple[int, ...] = ()
@@ -63,7 +61,7 @@ class _Plan:
     slots: tuple[int, ...]
     """Of the K adapters."""
     tokens: int = 0
-    """Of each row, by tiles; 0: in the grid."""
+    """Tokens of each row if the kernels of tiles compute them; 0 if the grid does."""
     rows_KM: Tensor | None = None
     """The row in each place of the grid; None: the rows are in the grid's order already."""
     filled: Tensor | None = None
@@ -84,14 +82,13 @@ class _Stacks:
 
 class MixedAdapters:
     def __init__(self, module: Any, rows: int) -> None:
-        """`rows`: most of a decode step."""
+        """`rows`: most of a decode step, and the most tokens of a prefill that the kernels of tiles compute."""
         self._checks = HookedAdapter(module)
         self._device = next(module.parameters()).device
         self._stacks = _Stacks()
         self._kernels = _kernels(self._device)
         self._tiles = self._kernels and self._kernels.Tiles.empty(rows, self._device)
         self._most_tokens = rows if self._kernels else 0
-        """By tiles."""
         self.moved = 0
         """How often the stacks were replaced."""
         self._slots: dict[str, int] = {}
@@ -125,15 +122,15 @@ class MixedAdapters:
         owners = {_owner(key) for key in tensors}
         free = self._free_slot(owners, rank := int(config["r"]))
         views = self._views(tensors, free, rank)
-        sent = copied_to(self._device, tensors)
-        copy_all((view, sent[key]) for key, view in views.items())
-        found, not_finite = all_at_once(views.items())
         try:
+            sent = copied_to(self._device, tensors)
+            copy_all((view, sent[key]) for key, view in views.items())
+            found, not_finite = all_at_once(views.items())
             if not_finite:
                 raise SyncError(f"adapter '{name}': '{not_finite[0]}' is not finite")
             if odd := [key for key in found if found[key] != expected.get(key)]:
                 raise SyncError(f"adapter '{name}': '{odd[0]}' is not what was sent; it is not served")
-        except SyncError:
+        except BaseException:
             self._clear(free)
             raise
         old, self._slots[name], self._plan = self._slots.get(name), free, None
@@ -247,7 +244,7 @@ class MixedAdapters:
         if (plan := self._plan) is None:
             return group.bases[at](x_RTI)
         if self._input is not x_RTI or self._group is not group:
-            if x_RTI.dim() != 3 or x_RTI.shape[0] != len(plan.names_R):
+            if x_RTI.dim() != 3 or x_RTI.shape[0] != len(plan.names_R) or plan.tokens not in (0, x_RTI.shape[1]):
                 raise EngineError(
                     f"adapter: '{owner}' does not see the rows of the batch, so it cannot tell them apart"
                 )
@@ -264,16 +261,8 @@ class MixedAdapters:
         """Compute the outputs of all layers of a group."""
         kernels, x_RI = self._kernels, x_RTI.reshape(-1, x_RTI.shape[2])
         narrow = kernels.room(x_RI, group.a_LCIE)
-        if BESIDE:
-            here, beside = torch.cuda.current_stream(self._device), _stream_beside(self._device)
-            beside.wait_stream(here)
-            with torch.cuda.stream(beside):
-                kernels.narrow(x_RI, group.a_LCIE, self._tiles, narrow)
-            outputs = [base(x_RTI) for base in group.bases]
-            here.wait_stream(beside)
-        else:
-            outputs = [base(x_RTI) for base in group.bases]
-            kernels.narrow(x_RI, group.a_LCIE, self._tiles, narrow)
+        outputs = [base(x_RTI) for base in group.bases]
+        kernels.narrow(x_RI, group.a_LCIE, self._tiles, narrow)
         kernels.add_wide(narrow, group.b_LCEO, [each.view(len(x_RI), -1) for each in outputs], self._tiles)
         return outputs
 
@@ -322,11 +311,6 @@ def _kernels(device: torch.device) -> Any:
     from tandem.ops import adapter_rows_triton
 
     return adapter_rows_triton
-
-
-@cache
-def _stream_beside(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
 
 
 def _owner(key: str) -> str:

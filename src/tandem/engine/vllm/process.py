@@ -154,7 +154,7 @@ class VllmProcess:
             environment=self.environment(Path(self._folder.name)),
         )
         self.most_requests = max(_LEAST_REQUESTS, 2 * options.max_running)
-        """At a time; urgent ones beside them."""
+        """At a time of those that are sent together, and of those that are sent alone; urgent ones beside them."""
         self._http = HttpClient(_BASE_URL, socket=self.socket, most=self.most_requests)
 
     def serve(self, options: VllmOptions) -> None:
