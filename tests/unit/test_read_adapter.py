@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 
 from tandem.build.served_adapters import read_adapter
 from tandem.errors import RunError
+from tandem.recipes.adapter_table import AdapterTable
 
 NAMES: tuple[str, ...] = ("layer.lora_A.weight", "layer.lora_B.weight")
 
@@ -67,3 +70,15 @@ def test_a_file_whose_tensors_overlap_is_refused(tmp_path: Path):
     (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
     with pytest.raises(RunError, match="no LoRA adapter can be read"):
         read_adapter(tmp_path)
+
+
+def test_memory_that_there_is_not_is_told_as_an_adapter_that_cannot_be_served(tmp_path: Path):
+    written(tmp_path, torch.float32)
+
+    def host_memory(num_bytes: int) -> torch.Tensor:
+        raise RuntimeError(f"no {num_bytes} bytes can be pinned")
+
+    table = AdapterTable([], [], None)
+    table._engine = SimpleNamespace(host_memory=host_memory)
+    with pytest.raises(RunError, match="adapter 'support': RuntimeError: no 144 bytes can be pinned"):
+        asyncio.run(table.put("support", str(tmp_path)))

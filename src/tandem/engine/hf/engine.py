@@ -195,8 +195,8 @@ class EmbeddedEngine:
             await self._call(self._adapters.put, name, tensors, config, expected)
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Return memory on the host that an adapter is read into. A GPU copies from it at full speed; torch keeps it for
-        the next one."""
+        """Return memory on the host that an adapter is read into. A GPU copies from it at full speed, and torch keeps
+        it for the next one."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     async def drop_adapter(self, name: str) -> None:
