@@ -78,7 +78,7 @@ def test_memory_that_there_is_not_is_told_as_an_adapter_that_cannot_be_served(tm
     def host_memory(num_bytes: int) -> torch.Tensor:
         raise RuntimeError(f"no {num_bytes} bytes can be pinned")
 
-    table = AdapterTable([], [], None)
-    table._engine = SimpleNamespace(host_memory=host_memory)
+    table = AdapterTable([], [f"support={tmp_path}"], None)
+    engine = SimpleNamespace(host_memory=host_memory, put_adapter=None)
     with pytest.raises(RunError, match="adapter 'support': RuntimeError: no 144 bytes can be pinned"):
-        asyncio.run(table.put("support", str(tmp_path)))
+        asyncio.run(table.begin(engine))

@@ -47,7 +47,7 @@ class Process(VllmProcess):
 
     def __init__(self, socket: Path, most: int) -> None:
         self.most_requests = most
-        self._http = HttpClient("http://vllm", socket=socket, most=most)
+        self.http = self._http = HttpClient("http://vllm", socket=socket, most=most)
         self._child: Any = SimpleNamespace(exit_report=lambda: "it was stopped")
 
 
@@ -67,7 +67,7 @@ class Rig:
 @asynccontextmanager
 async def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int = 512) -> AsyncIterator[Rig]:
     sampler = Sampler()
-    monkeypatch.setattr(together_route, "_sampled", sampler.sampled)
+    monkeypatch.setattr(together_route, "sampled", sampler.sampled)
 
     async def others(scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 404, "headers": []})
@@ -92,7 +92,7 @@ async def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int = 5
         yield rig
     finally:
         await rig.together.close()
-        await rig.process._http.close()
+        await rig.process.http.close()
         server.should_exit = True
         await serving
 
@@ -152,7 +152,7 @@ def test_what_is_cancelled_is_aborted_and_the_others_go_on(tmp_path, monkeypatch
             rig.sampler.let.set()
             assert (await kept)["token_ids"] == [2]
             assert rig.sampler.aborted == ["slow 1"]
-            assert not rig.together._sent
+            assert rig.together.under_way == 0
 
     asyncio.run(play())
 
@@ -243,7 +243,7 @@ def test_a_server_that_goes_is_told_to_all(tmp_path, monkeypatch):
             errors = await asyncio.gather(*asked, return_exceptions=True)
             assert all(isinstance(each, EngineLost) and "vLLM is gone" in str(each) for each in errors)
             assert len({id(each) for each in errors}) == 2
-            assert not rig.together._sent
+            assert rig.together.under_way == 0
 
     asyncio.run(play())
 
@@ -251,7 +251,7 @@ def test_a_server_that_goes_is_told_to_all(tmp_path, monkeypatch):
 def test_other_routes_are_vllms(tmp_path, monkeypatch):
     async def play() -> None:
         async with serving(tmp_path, monkeypatch) as rig:
-            answer = await rig.process._http.ask("POST", "/pause", b"{}", within_s=5)
+            answer = await rig.process.http.ask("POST", "/pause", b"{}", within_s=5)
             assert (answer.status, answer.text) == (404, "/pause")
 
     asyncio.run(play())

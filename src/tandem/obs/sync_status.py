@@ -23,7 +23,7 @@ from tandem.obs.sync_audit import proofs_of
 MAP_FILE = "sync-map.json"
 TOLD = {
     "sleep": "engine.sleep", "sampled": "logprobs of rollouts", "on_update": "requests under way",
-    "scheduler": "vLLM's scheduler", "compiled": "compiled models",
+    "scheduler": "vLLM's scheduler", "requests": "requests to vLLM", "compiled": "compiled models",
     "beside": "adapters beside the base", "blocks": "blocks of adapters", "graphs": "CUDA graphs of decode steps",
 }  # fmt: skip
 """Options that an engine reports when it is attached (requested, engaged), with their names here and in a run's

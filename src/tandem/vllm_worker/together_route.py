@@ -46,7 +46,7 @@ class TogetherRoute:
     async def _answer_all(self, vllm: Any, requests: list[dict[str, Any]], receive: Receive, send: Send) -> None:
         """Send a line for each request. If the client leaves, what still runs is aborted."""
         lines: asyncio.Queue[bytes] = asyncio.Queue()
-        running = {each["name"]: asyncio.create_task(_sampled(vllm, each)) for each in requests}
+        running = {each["name"]: asyncio.create_task(sampled(vllm, each)) for each in requests}
         for name, task in running.items():
             task.add_done_callback(partial(_tell, lines, name))
         self._running |= running
@@ -102,7 +102,7 @@ def _tell(lines: asyncio.Queue[bytes], name: str, done: asyncio.Task[dict[str, A
     lines.put_nowait(json.dumps({"name": name, **told}).encode() + b"\n")
 
 
-async def _sampled(vllm: Any, request: dict[str, Any]) -> dict[str, Any]:
+async def sampled(vllm: Any, request: dict[str, Any]) -> dict[str, Any]:
     from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 

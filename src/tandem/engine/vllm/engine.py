@@ -60,10 +60,11 @@ class VllmEngine:
         self._named = NamedAdapters(exchange, process.options.adapter_slots)
         self._end_ids, self._num_ids = sorted(end_ids), num_ids
         self._images = None if images is None else ImageFeatures(images, process.options.dtype)
-        self._together = RequestsTogether(process)
         self._prepared, self._preparing = False, asyncio.Lock()
         self._sampled: TokenReader | None = None
         """Reads the tokens that the workers record; None if they cannot, and `_why_streamed` says why."""
+        self._together: RequestsTogether | None = None
+        """Where tokens are read so."""
         self._why_streamed = ""
 
     # --- sampling
@@ -128,6 +129,7 @@ class VllmEngine:
                 _log.warning("vLLM's server sends every token by itself, which is slow: %s", self._why_streamed)
             else:
                 self._sampled = TokenReader(self._read_sampled, self.boot_id)
+                self._together = RequestsTogether(self._process)
             self._prepared = True
 
     async def _sample_whole(
@@ -145,7 +147,8 @@ class VllmEngine:
             body = {**self._request(model, prompt_ids, sampling, version), **more}
             del body["stream"], body["sampling_params"]["logprobs"]
             body["sampling_params"]["extra_args"][MARK] = request.name
-            if more or sampling.urgent:  # features of images need vLLM's own route, and an urgent one goes alone
+            # Features of images need vLLM's own route, and an urgent request goes alone.
+            if self._together is None or more or sampling.urgent:
                 body["sampling_params"]["output_kind"] = _AT_THE_END
                 (answer,) = [choice async for choice in self._choices({**body, "stream": False})]
             else:
@@ -326,9 +329,9 @@ class VllmEngine:
             await asyncio.sleep(_WATCH_S)
 
     async def close(self) -> None:
-        await self._together.close()
-        if self._sampled is not None:
-            await self._sampled.close()
+        for each in (self._together, self._sampled):
+            if each is not None:
+                await each.close()
         await self._process.close()
 
 

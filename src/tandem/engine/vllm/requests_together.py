@@ -25,13 +25,17 @@ _MOST_TOGETHER, _MOST_IDS = 64, 2**16  # they are written and read in one piece,
 
 class RequestsTogether:
     def __init__(self, process: VllmProcess) -> None:
-        self._process, self._most = process, process.most_requests
+        self._process = process
         self._waiting = dict[str, tuple[Mapping[str, Any], Answer]]()
         self._sent = dict[str, Answer]()
         self._dropped: list[str] = []
         self._closed = False
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def under_way(self) -> int:
+        return len(self._sent)
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return vLLM's answer to a request with a `name`. If the caller is cancelled, vLLM aborts it."""
@@ -67,7 +71,7 @@ class RequestsTogether:
     async def _send(self) -> None:
         for _ in range(2):  # until the other requests of this moment are here
             await asyncio.sleep(0)
-        while self._waiting and (room := self._most - len(self._sent)) > 0:
+        while self._waiting and (room := self._process.most_requests - len(self._sent)) > 0:
             together, ids = list[Mapping[str, Any]](), 0
             while self._waiting and len(together) < min(room, _MOST_TOGETHER) and ids < _MOST_IDS:
                 name = next(iter(self._waiting))
