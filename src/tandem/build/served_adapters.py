@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +28,6 @@ _PLAIN: dict[str, Any] = {
     "modules_to_save": None, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
 }  # fmt: skip
 """With other settings the same tensors mean something else."""
-_PIECE_BYTES, _THREADS = 2**22, 4  # of a file, read at a time: one thread copies slower than the page cache can give
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,8 @@ def _read(path: Path, memory: Callable[[int], Tensor] | None) -> dict[str, Tenso
     import torch
     from safetensors.torch import load_file
 
+    from tandem.bridge.files.parallel_io import fill_from
+
     with path.open("rb", buffering=0) as file:
         stored = read_header(file.fileno(), path)
         places = sorted((each.offset, each.offset + each.size_bytes) for each in stored.values())
@@ -91,17 +90,7 @@ def _read(path: Path, memory: Callable[[int], Tensor] | None) -> dict[str, Tenso
             return {name: tensor.to(torch.float32, copy=True) for name, tensor in load_file(path).items()}
         size = places[-1][1] - first
         whole = torch.empty(size, dtype=torch.uint8) if memory is None else memory(size)
-        into, descriptor = memoryview(whole.numpy()), file.fileno()  # pyright: ignore[reportArgumentType]
-
-        def read_piece(at: int) -> None:
-            end = min(at + _PIECE_BYTES, size)
-            while at < end:
-                if not (count := os.preadv(descriptor, [into[at:end]], first + at)):
-                    raise OSError("the file ends within its tensors")
-                at += count
-
-        with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(read_piece, range(0, size, _PIECE_BYTES)))
+        fill_from(file.fileno(), whole, first)
     return {
         name: whole[(at := each.offset - first) : at + each.size_bytes].view(torch.float32).view(each.shape)
         for name, each in stored.items()

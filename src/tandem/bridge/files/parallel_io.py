@@ -45,15 +45,23 @@ def opened(path: Path) -> int:
 
 def read_into(path: Path, flat: Tensor) -> Tensor:
     """Fill `flat` with the file's first bytes and return it. OSError if the file has fewer."""
+    descriptor = opened(path)
+    try:
+        return fill_from(descriptor, flat)
+    finally:
+        os.close(descriptor)
+
+
+def fill_from(descriptor: int, flat: Tensor, first: int = 0) -> Tensor:
+    """Fill `flat` with a file's bytes from `first` on and return it. OSError if the file has fewer."""
     size = flat.numel()
     step = _step(size)
-    descriptor = opened(path)
 
     def fill(view: memoryview, begin: int) -> None:
         done = 0
         while done < len(view):
-            if not (count := os.preadv(descriptor, [view[done:]], begin + done)):
-                raise OSError(f"it ends after {begin + done} bytes instead of {size}")
+            if not (count := os.preadv(descriptor, [view[done:]], first + begin + done)):
+                raise OSError(f"it ends after {first + begin + done} bytes instead of {first + size}")
             done += count
 
     def read(begin: int) -> None:
@@ -67,10 +75,7 @@ def read_into(path: Path, flat: Tensor) -> Tensor:
             piece.copy_(buffer[: len(view)], non_blocking=True)
         stream.synchronize()  # this thread uses the same pinned buffer for the next piece
 
-    try:
-        list(_readers(os.getpid()).map(read, range(0, size, step)))
-    finally:
-        os.close(descriptor)
+    list(_readers(os.getpid()).map(read, range(0, size, step)))
     return flat
 
 
