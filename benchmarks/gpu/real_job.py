@@ -57,13 +57,15 @@ def loaded(path: str, device: str) -> Any:
 def spec_of(asked: Asked) -> dict[str, Any]:
     """A spec as a user of one GPU writes it: what it leaves out is chosen for the machine (docs/defaults.md)."""
     lora = asked.way == "lora"
-    on_gpu = asked.engine == "vllm"
-    vllm = {"kind": "vllm", "memory_share": asked.share, "max_context": 512, "max_running": asked.groups * asked.size}
+    on_gpu = asked.device == "cuda"
+    engine: dict[str, Any] = {"kind": asked.engine, "max_context": 512, "max_running": asked.groups * asked.size}
+    if asked.engine == "vllm":
+        engine |= {"memory_share": asked.share, "python": asked.vllm_python, "sleep": "keep"}
     return {
         "recipe": "rl", "name": asked.name, "seed": asked.seed, "device": asked.device, "deterministic": not on_gpu,
         "model": {"path": asked.model, **({"lora": {"rank": asked.rank}} if lora else {})},
         "environment": {"name": str(HERE / "real_tasks.py:RealTask"), "params": {"kind": asked.kind}},
-        **({"engine": {**vllm, "python": asked.vllm_python, "sleep": "keep"}} if on_gpu else {}),
+        **({"engine": engine} if on_gpu else {}),
         "train": {
             "steps": asked.steps, "lr": asked.lora_lr if lora else asked.lr, "groups_per_step": asked.groups,
             "group_size": asked.size, "max_tokens": asked.tokens, "max_lag": asked.lag,

@@ -74,7 +74,7 @@ class Asked:
     rows: int = 128
     """Answers of a micro-batch of TRL."""
     engine: str = "vllm"
-    """Of Tandem; `hf` is the embedded one, for a CPU."""
+    """Of Tandem; `hf` is the embedded one."""
     vllm_python: str = ""
     trl_vllm: bool = True
     began: float = 0.0

@@ -537,8 +537,9 @@ class EmbeddedEngine:
             self._running[target] = self._running[source]
         del self._running[left:]
         if sources:
-            self._state.move(sources, targets)
-            self._cache.move(sources, targets)
+            source_S, target_S = torch.tensor([sources, targets], device=self._device)
+            self._state.move(source_S, target_S)
+            self._cache.move(source_S, target_S)
         self._cache.num_rows = left
 
     def _fail_all(self, error: EngineError) -> None:

@@ -107,7 +107,7 @@ class KvCache(Cache):
         for layer in self.layers:
             layer.clear(row)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def move(self, source: list[int], target: list[int]) -> None:
-        """Move rows into the gaps that ended rows left."""
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Move rows into the gaps that ended rows left. Both on the cache's device: each layer would copy them there."""
         for layer in self.layers:
-            layer.move(torch.tensor(source), torch.tensor(target))  # pyright: ignore[reportAttributeAccessIssue]
+            layer.move(source, target)  # pyright: ignore[reportAttributeAccessIssue]

@@ -34,6 +34,6 @@ class RowState:
         for tensor, column in zip(self.settings.tensors(), values, strict=True):
             tensor[rows] = torch.tensor(column, dtype=tensor.dtype, device=lengths_S.device)
 
-    def move(self, sources: list[int], targets: list[int]) -> None:
+    def move(self, sources: Tensor, targets: Tensor) -> None:
         for tensor in (*self.settings.tensors(), self.last_S, self.position_S, self.shift_S, self.drawn_S):
             tensor[targets] = tensor[sources]

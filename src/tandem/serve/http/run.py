@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import gc
 import ipaddress
 import os
 import secrets
@@ -24,6 +23,7 @@ from fastapi import FastAPI
 
 from tandem.errors import SpecError
 from tandem.io import atomic_write
+from tandem.io.garbage_collector import pass_over_what_is_there
 from tandem.serve.http.h11_protocol import PlainHttp
 
 _GRACE_S = 5  # for open responses to end before they are cut; with closing the service it ends within 10 s of SIGTERM
@@ -177,6 +177,5 @@ def serve_forever(
     http: type[asyncio.Protocol] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; return within 10 s after it."""
-    gc.collect()
-    gc.freeze()  # modules and routes stay: gc would scan them again and again, and delay every request
+    pass_over_what_is_there()  # otherwise every request is delayed again and again
     Server(app, listen, tell, http).run()
