@@ -13,8 +13,10 @@ Each job (task, way, seed) is a process of its own on one GPU, which real_job.py
 GPU. Results are lines of real.jsonl in $OUT (and in `--scratch`), written as jobs end. Jobs that are there, or in the
 files and directories after `--done`, are not run again, so several calls make one table. A job is not started if it
 would not end within `--limit-s`, by the longest of its kind so far. vLLM measures the memory of its GPU as it starts,
-and takes its neighbours' for its own: so a job is started once those of its GPU have taken their first step, and one
-that fails before its first step is started once more.
+and takes its neighbours' for its own: so a job with vLLM is started once those of its GPU have taken their first step,
+and none is started before it has. One that fails before its first step is started once more.
+
+`--engine hf`: the embedded engine, which is several times as fast for answers of a few tokens, samples for Tandem.
 
 Order: all weights and TRL, a seed after the other, and then LoRA. This Python has Tandem and reasoning-gym;
 `--vllm-python` has vLLM, for the engine; `--trl-python` has TRL, vLLM and reasoning-gym. TRL's own packages must come
@@ -37,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -156,9 +159,9 @@ class Jobs:
         waiting = [(each, 1) for each in wanted]
         try:
             while True:
-                while (gpu := self._free_gpu()) is not None and (
-                    found := next((each for each in waiting if self._fits(each[0])), None)
-                ):
+                while (found := next((each for each in waiting if self._may_start(each[0])), None)) is not None and (
+                    gpu := self._gpu_for(found[0])
+                ) is not None:
                     waiting.remove(found)
                     self._start(*found, gpu)
                 if not self._running:
@@ -175,10 +178,20 @@ class Jobs:
         guess = self._asked.trl_job_s if job.way == "trl" else self._asked.job_s
         return time.monotonic() + self._took.get(f"{job.way} {job.steps}", guess) <= self._until
 
-    def _free_gpu(self) -> int | None:
-        """A GPU with a free slot, on which no job is before its first step."""
-        busy = {each.gpu for each in self._running if not each.stepped}
-        return next((gpu for gpu in self._free if gpu not in busy), None)
+    def _may_start(self, job: Asked) -> bool:
+        """It would end in time, and a GPU has a slot for it, now or once its neighbours have taken their first step."""
+        return self._fits(job) and bool(self._with_room(job))
+
+    def _with_room(self, job: Asked) -> list[int]:
+        """The GPUs with a free slot, and not with all the jobs of TRL that they may have."""
+        trl = Counter(each.gpu for each in self._running if each.asked.way == "trl")
+        return [gpu for gpu in self._free if job.way != "trl" or trl[gpu] < self._asked.trl_at_once]
+
+    def _gpu_for(self, job: Asked) -> int | None:
+        """A GPU with room, on which no vLLM measures memory that a neighbour takes or frees."""
+        starting = [each for each in self._running if not each.stepped]
+        busy = {each.gpu for each in starting if has_vllm(job) or has_vllm(each.asked)}
+        return next((gpu for gpu in self._with_room(job) if gpu not in busy), None)
 
     def _start(self, job: Asked, attempt: int, gpu: int) -> None:
         self._free.remove(gpu)
@@ -245,6 +258,10 @@ class Jobs:
         return None
 
 
+def has_vllm(job: Asked) -> bool:
+    return job.trl_vllm if job.way == "trl" else job.engine == "vllm"
+
+
 def compiled(way: str) -> Path:
     """Is there once a job of this way has started vLLM on this machine, whose cache later ones use."""
     return Path(tempfile.gettempdir()) / f"real-compiled-{way}"
@@ -284,6 +301,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=numbers, default=[0, 1, 2])
     parser.add_argument("--gpus", type=int, default=0, help="0: as many as there are")
     parser.add_argument("--at-once", type=int, default=1, help="jobs that share a GPU")
+    parser.add_argument(
+        "--trl-at-once", type=int, default=2, help="and how many of them may be TRL's, which takes more"
+    )
     parser.add_argument("--limit-s", type=float, default=580.0, help="of this call")
     parser.add_argument("--job-s", type=float, default=330.0, help="how long a job takes, as long as none has shown it")
     parser.add_argument("--trl-job-s", type=float, default=430.0, help="the same of TRL's")

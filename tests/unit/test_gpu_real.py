@@ -101,6 +101,25 @@ def test_jobs_share_a_gpu_but_start_one_after_the_other(asked: Any):
     assert rows["chain_sum-all-5"]["took_s"] < 25, "it did not wait in vain"
 
 
+def test_jobs_without_vllm_start_together_and_those_of_trl_are_few(asked: Any):
+    """Each waits until the others that are to run beside it have been started."""
+    waiting = """
+    if asked["way"] == "all":
+        while len(list(place.parent.iterdir())) < 3 and time.time() < asked["began"] + 30:
+            time.sleep(0.01)
+    """
+    (real.HERE / "real_job.py").write_text(JOB.replace('if asked["seed"] == 7', f"if True:{waiting}\nif False", 1))
+    asked.gpus, asked.at_once, asked.trl_at_once = 1, 4, 1
+    jobs = real.Jobs(asked)
+    embedded = [Asked("chain_sum", "all", seed, 3, "model", "", engine="hf") for seed in (0, 1)]
+    jobs.run([job(2, "trl"), job(3, "trl"), *embedded])
+    rows = rows_of([asked.out])
+    assert jobs.failed == 0
+    assert len(rows) == 4
+    assert max(row["took_s"] for row in rows.values()) < 25, "none waited in vain"
+    assert rows["chain_sum-all-0"]["beside"] >= 2
+
+
 def test_a_job_that_would_not_end_in_time_is_not_started(asked: Any, capsys: pytest.CaptureFixture[str]):
     asked.limit_s, asked.job_s, asked.trl_job_s = 100.0, 91.0, 80.0
     real.Jobs(asked).run([job(0), job(1, "trl")])
