@@ -32,8 +32,9 @@ def test_steps_are_filled_up_to_few_numbers_of_rows_and_to_no_more_than_there_ar
     rows = [steps.rows_for(live) for live in range(1, 258)]
     assert rows[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert rows[-1] == 257  # the last one is for an urgent request
-    assert len(set(rows)) == 24
-    assert all(live <= filled <= max(live + 15, 1) for live, filled in enumerate(rows, 1))
+    assert len(set(rows)) == 20
+    assert all(live <= filled <= 1.25 * live + 7 for live, filled in enumerate(rows, 1))
+    assert steps.rows_for(600) == 257
 
 
 def test_a_module_whose_attention_goes_another_way_is_noticed(monkeypatch: pytest.MonkeyPatch):

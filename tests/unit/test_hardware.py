@@ -92,7 +92,7 @@ def test_a_gpu_gives_equal_bytes_only_if_the_spec_asks_for_them():
         ({"model": {"lora": {"base": "nf4"}}}, H100, {"model.attention": "sdpa", "engine.kind": "hf"}),
         ({"strict": True}, H100, {"model.attention": "sdpa"}),
         ({"engine": {"max_running": 64}}, H100, {"engine.kind": "vllm", "sync.bridge": "shared"}),
-        ({"engine": {"kv_gib": 8.0}}, H100, {"engine.kind": "hf"}),
+        ({"engine": {"kv_gib": 8.0}}, H100, {"engine.kind": "hf", "engine.max_running": 512}),
         ({"engine": {"kind": "vllm", "gpus": [1]}}, H100, {"sync.bridge": "broadcast"}),
         ({"engine": {"kind": "vllm"}, "train": {"gradient_release": True}}, H100, {"sync.bridge": "broadcast"}),
     ],
@@ -116,7 +116,7 @@ def test_what_a_spec_says_wins():
         "precision": {"weights": "float32"},
         "model": {"attention": "eager", "activations": "keep"},
         "train": {"micro_tokens": 512},
-        "engine": {"kind": "hf"},
+        "engine": {"kind": "hf", "max_running": 256},
     }
     spec = rl(**explicit)
     assert choose(spec, H200) == (spec, [])

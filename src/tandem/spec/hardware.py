@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tandem.errors import SpecError
 from tandem.spec.bridges import DISK
-from tandem.spec.engine import VllmEngineSpec
+from tandem.spec.engine import HfEngineSpec
 from tandem.spec.load import parse_spec
 from tandem.spec.model import PresetModel
 from tandem.spec.pairing import VLLM_RANK, usual_bridge
@@ -161,14 +161,16 @@ class _Choices:
         if spec.left_out("engine.kind"):
             self._engine_kind(spec)
         engine = self.tables["engine"]
-        if engine["kind"] != "vllm" or engine.get("url"):
+        if engine["kind"] not in ("hf", "vllm") or engine.get("url"):
+            return
+        sequences = spec.train.groups_per_step * spec.train.group_size
+        if sequences > HfEngineSpec().max_running:
+            self.put("engine.max_running", min(_MOST_RUNNING, sequences), f"a step has {sequences} answers")
+        if engine["kind"] == "hf":
             return
         if engine.get("gpus", []) in ([], [0]):
             share = 0.3 if self._machine.memory_gib >= _LARGE_GIB else 0.45
             self.put("engine.memory_share", share, "the trainer is on the same GPU")
-        sequences = spec.train.groups_per_step * spec.train.group_size
-        if sequences > VllmEngineSpec().max_running:
-            self.put("engine.max_running", min(_MOST_RUNNING, sequences), f"a step has {sequences} answers")
         if spec.train.max_lag:
             self.put("deterministic", False, "sampling and training may overlap; a GPU gives no equal bytes anyway")
 

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 _NEAR = 0.1
 """Largest relative difference between steps with and without masks, which in 16 bits are rounded at every operation."""
+_APART = ((1, 1), (3, 2), (7, 4), (64, 8), (128, 16), (256, 32), (512, 64))
+"""Up to so many live rows, the numbers of rows that there are graphs of are so far apart."""
 _RUNS_BEFORE = 2
 """A number of rows that comes up once, while a batch ends, is not worth a graph."""
 
@@ -58,8 +60,9 @@ class DecodeSteps:
         return [rows for rows, _ in self._graphs]
 
     def rows_for(self, live: int) -> int:
-        """Return with how many rows a step of so many live rows is run."""
-        step = 1 if live < 2 else 2 if live < 4 else 4 if live < 8 else 8 if live <= 64 else 16
+        """Return with how many rows a step of so many live rows is run. With more rows the numbers are further apart:
+        dead rows cost little there, and each number has to be recorded."""
+        step = next((step for most, step in _APART if live <= most), _APART[-1][1])
         return min(-(-live // step) * step, len(self._last_S))
 
     def weights_at(self, addresses: Sequence[int]) -> None:
