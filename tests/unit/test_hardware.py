@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from pathlib import Path
@@ -101,6 +102,27 @@ def test_a_gpu_gives_equal_bytes_only_if_the_spec_asks_for_them():
 def test_what_else_a_spec_says_decides_too(tables: dict[str, Any], hardware: Hardware, expected: dict[str, Any]):
     found = chosen(rl(**tables), hardware)
     assert {setting: found[setting] for setting in expected} == expected
+
+
+def test_short_answers_of_a_small_model_are_sampled_by_the_embedded_engine():
+    """And by vLLM where answers are long, the model is large, or sampling and training overlap."""
+    small = 134_515_008
+
+    def engine_of(weights: int, **train: Any) -> str:
+        return choose(rl(train={"max_tokens": 64, **train}), H200, weights=weights)[0].engine.kind
+
+    assert engine_of(small) == "hf"
+    assert {
+        engine_of(0), engine_of(1_720_574_976), engine_of(small, max_tokens=65), engine_of(small, max_lag=1)
+    } == {"vllm"}  # fmt: skip
+
+
+def test_a_small_model_is_known_by_its_config(tmp_path: Path):
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512, **shape}))
+    spec = rl(model={"path": str(tmp_path)}, train={"max_tokens": 64})
+    assert sight.choose(spec, H200)[0].engine.kind == "hf"
+    assert sight.choose(spec, CPU)[0] == spec
 
 
 def test_a_bridge_that_would_be_refused_is_not_chosen():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import SpecError
-from tandem.runs.planner.model_shape import NoPlan, read_config
+from tandem.runs.planner.model_shape import NoPlan, read_config, read_shape
 from tandem.spec import hardware
 from tandem.spec.model import SEEING, ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, RunSpec
@@ -53,8 +53,10 @@ def sees_images(spec: RunSpec) -> bool:
 
 def choose(spec: RunSpec, machine: hardware.Hardware) -> tuple[RunSpec, list[hardware.HardwareChoice]]:
     """Choose what the spec leaves out. SpecError for what does not support its model, before anything is loaded."""
-    sees = sees_images(spec)
-    found = hardware.choose(spec, machine, sees=sees)
+    sees, weights = sees_images(spec), 0
+    with suppress(NoPlan):
+        weights = read_shape(spec.model).total
+    found = hardware.choose(spec, machine, sees=sees, weights=weights)
     refuse_unsupported(found[0], sees)
     return found
 

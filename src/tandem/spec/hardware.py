@@ -24,6 +24,8 @@ _PAYS_OFF_STEPS = 30
 _LARGE_GIB, _WHOLE_GIB = 38.0, 75.0
 """Below what cards of 40 and 80 GiB report."""
 _MOST_RUNNING = 512
+_SMALL, _SHORT = 200_000_000, 64
+"""Weights, and tokens of an answer, up to which the embedded engine was measured to be faster than vLLM."""
 _SHARED_BY_ENGINES = {"max_running", "max_context", "deadline_s"}
 
 
@@ -55,9 +57,12 @@ class HardwareChoice:
     why: str
 
 
-def choose(spec: RunSpec, machine: Hardware, *, sees: bool = False) -> tuple[RunSpec, list[HardwareChoice]]:
+def choose(
+    spec: RunSpec, machine: Hardware, *, sees: bool = False, weights: int = 0
+) -> tuple[RunSpec, list[HardwareChoice]]:
     """Return the spec with a value in place of each setting that was left out and that depends on the machine, and the
-    choices. On a CPU, and for a model from scratch, the spec itself. `sees`: the model is one that sees images."""
+    choices. On a CPU, and for a model from scratch, the spec itself. `sees`: the model is one that sees images.
+    `weights`: how many it has; 0: not known."""
     if (named := PROFILES.get(spec.profile)) is not None:
         if named.kind == "cuda" and machine.kind == "cpu":
             raise SpecError(
@@ -69,7 +74,7 @@ def choose(spec: RunSpec, machine: Hardware, *, sees: bool = False) -> tuple[Run
         choices = [HardwareChoice("device", "cpu", "profile = 'laptop'")] if on_cpu else []
         why = "for a CPU" if machine.kind == "cpu" else "a model from scratch is small"
         return spec.changed({"device": "cpu"}) if on_cpu else spec, [*choices, *_as_they_are(spec, why)]
-    choices = _Choices(spec, machine, sees)
+    choices = _Choices(spec, machine, sees, weights)
     choices.numbers()
     choices.memory()
     if isinstance(spec, RlSpec):
@@ -111,8 +116,8 @@ def _as_they_are(spec: RunSpec, why: str) -> list[HardwareChoice]:
 class _Choices:
     """The tables of a spec while settings that were left out are filled in."""
 
-    def __init__(self, spec: RunSpec, machine: Hardware, sees: bool) -> None:
-        self._spec, self._machine, self._sees = spec, machine, sees
+    def __init__(self, spec: RunSpec, machine: Hardware, sees: bool, weights: int) -> None:
+        self._spec, self._machine, self._sees, self._weights = spec, machine, sees, weights
         self.tables: dict[str, Any] = spec.as_written()
         self.made: list[HardwareChoice] = []
 
@@ -183,10 +188,16 @@ class _Choices:
             else f"engine.{of_hf[0]} is a setting of the embedded engine" if of_hf
             else "vLLM would hold the quantised base once more, unquantised" if lora and lora.base != "exact"
             else f"vLLM serves adapters of rank {VLLM_RANK} at most" if lora and lora.rank > VLLM_RANK
+            else "the embedded engine samples short answers of a small model faster than vLLM" if self._is_short(spec)
             else ""
         )  # fmt: skip
         why = why_not or "vLLM is installed, and samples many times as fast as the embedded engine"
         self.put("engine.kind", "hf" if why_not else "vllm", why)
+
+    def _is_short(self, spec: RlSpec) -> bool:
+        """Whether sending requests to another process takes longer than sampling, and nothing is trained meanwhile."""
+        small = 0 < self._weights <= _SMALL and spec.train.max_tokens <= _SHORT
+        return small and not spec.train.max_lag and spec.parallel.ranks == 1
 
     def bridge(self) -> None:
         bridge = usual_bridge(self.tables)

@@ -108,6 +108,6 @@ class KvCache(Cache):
             layer.clear(row)  # pyright: ignore[reportAttributeAccessIssue]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Move rows into the gaps that ended rows left. Both on the cache's device: each layer would copy them there."""
+        """Move rows into the gaps that ended rows left. Both are on the device, so that no layer copies them there."""
         for layer in self.layers:
             layer.move(source, target)  # pyright: ignore[reportAttributeAccessIssue]
