@@ -58,7 +58,8 @@ class StagedWeights:
         else:
             self._adapter.check(arrived, weights.adapter)
         device = next(self._module.parameters()).device
-        apart = bool(weights.path)  # later changes of the files must not affect served weights
+        # Later changes of the files must not affect served weights. What was read to a GPU is apart from them.
+        apart = bool(weights.path) and device.type == "cpu"
         staged = {name: tensor.to(device, copy=apart) for name, tensor in arrived.items()}
         phases.end("stage")
         found = fingerprints(staged)
