@@ -37,6 +37,8 @@ class Machine:
     decode_step_lora_s: float
     decode_row_s: float
     episode_s: float
+    embedded_episode_s: float
+    sequence_s: float
     prefill_flops: float
     link_gb_s: float
     source: str

@@ -111,6 +111,7 @@ def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine
         + passed / (passed_gb_s * 1e9)
         + launches * layer_s
         + updated / updated_per_s
+        + work.sequences * machine.sequence_s * isinstance(spec, RlSpec)
     )
 
 
@@ -127,6 +128,8 @@ def _rollout_s(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) ->
     prompts = work.sequences / spec.train.group_size * (work.row_tokens - work.answer_tokens)
     prefill_s = 2 * shape.total * prompts / machine.prefill_flops
     decode_s = waves * work.answer_tokens * max(launch, read_s, computed_s)
+    if isinstance(spec.engine, HfEngineSpec):  # one process plays, samples and trains
+        return prefill_s + decode_s + work.sequences * machine.embedded_episode_s
     return max(prefill_s / replicas + decode_s, work.sequences * machine.episode_s)
 
 
