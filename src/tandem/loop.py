@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from tandem.errors import ProducerDied, TandemError
-from tandem.io.garbage_collector import PassingOver
 from tandem.protocols import Producer, RolloutStore, Stateful, Trainer
 from tandem.publish import Call, Publisher
 from tandem.types import Batch, Group, Metrics
@@ -83,7 +82,7 @@ async def run_loop(
         return  # the run was resumed from a checkpoint of its last step
     working = [_supervised(producer.run(), type(producer).__name__, store) for producer in producers]
     working.append(_supervised(publisher.watch(trainer), "publisher", store))
-    held, collector = 0, PassingOver()
+    held = 0
     try:
         while trainer.version < last_version:
             started = time.perf_counter()
@@ -121,9 +120,7 @@ async def run_loop(
                 held = 0
             if contained := await checkpointer.save_if_due(groups, metrics):
                 await store.ack(contained)
-            collector.stepped()
     finally:
-        collector.end()
         for task in working:
             task.cancel()
         await asyncio.gather(*working, return_exceptions=True)

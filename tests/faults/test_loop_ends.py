@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -154,22 +153,6 @@ def test_a_run_in_which_nothing_is_broken_goes_on_and_leaves_nothing():
     before = threading.active_count()
     assert asyncio.run(scenario()) == set()
     assert threading.active_count() == before
-
-
-def test_what_stays_is_passed_over_by_the_collector_until_the_loop_ends(monkeypatch: pytest.MonkeyPatch):
-    passed_over: list[int] = []
-    monkeypatch.setattr(Trainer, "step", counting(Trainer.step, passed_over))
-    asyncio.run(rig().run(last_version=5))
-    assert [count > 10_000 for count in passed_over] == [False, False, True, True, True]
-    assert gc.get_freeze_count() == 0
-
-
-def counting(step: Any, counts: list[int]) -> Any:
-    def counted(self: Trainer, batch: Batch) -> Metrics:
-        counts.append(gc.get_freeze_count())
-        return step(self, batch)
-
-    return counted
 
 
 # --- producers

@@ -17,7 +17,7 @@ def pass_over_what_is_there() -> None:
 
 
 class PassingOver:
-    """For a loop of steps: what is there after the first ones is not visited again before the loop ends."""
+    """For a run: what is there after its first steps is not visited again before the run ends."""
 
     def __init__(self) -> None:
         self._steps, self._is_first = 0, gc.get_freeze_count() == 0

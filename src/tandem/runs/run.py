@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from tandem.errors import RunFenced, SpecError
 from tandem.io import atomic_write
+from tandem.io.garbage_collector import PassingOver
 from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
 from tandem.io.kept_samples import KeptSamples
 from tandem.obs.live_view import LiveView
@@ -75,6 +76,7 @@ class Run:
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.tracking = Feed({})
+        self._collector = PassingOver()
         self.callbacks = Callbacks()
         self._callback_states: Mapping[str, Any] = earlier.get("callbacks", {}) if earlier is not None else {}
         self.kept: KeptSamples | None = None
@@ -122,6 +124,7 @@ class Run:
             logging.getLogger(__name__).error("the run ended", exc_info=(type(error), error, traceback))
             self._set_state("cancelled" if cancelled else "failed")
         self._watchdog.stop()
+        self._collector.end()
         self._report.close()
         self.callbacks.end(self.status)
         self.tracking.close()
@@ -166,6 +169,7 @@ class Run:
         if time.monotonic() - self._status_written > _STATUS_EVERY_S:
             self._write_status()
         self._report.step()
+        self._collector.stepped()
 
     def state(self) -> dict[str, Any]:
         """Return the size of each file and the fields of status.json, for a checkpoint."""
