@@ -172,6 +172,7 @@ def test_rows_with_adapters_sample_what_each_samples_alone(eager: bool, monkeypa
     if not ON_GPU:
         monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
         monkeypatch.setattr(mixed_adapters, "_kernels", lambda _: adapter_rows_triton)
+        monkeypatch.setattr(adapter_rows_triton, "EARLY", False)
     engine = make_engine("inline", module, max_running=60, eager=eager)
     found = finish(engine, lambda: all_of(engine))
     alike = sum(one.ids == other.ids for one, other in zip(found, expected, strict=True))
