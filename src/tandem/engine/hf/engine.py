@@ -196,7 +196,7 @@ class EmbeddedEngine:
         if self._vision is not None and (odd := [each for each in tensors if ".visual." in each]):
             raise SyncError(f"adapter '{name}': '{odd[0]}' is of the vision tower, which stays as it is")
         if expected is None:
-            expected = await self._call(digest.fingerprints_of_host, tensors, self._device)
+            expected = await self._call(self.host_fingerprints, tensors)
         async with self._iterating:  # between two iterations, as weights change
             await self._call(self._adapters.put, name, tensors, config, expected)
 
@@ -204,6 +204,10 @@ class EmbeddedEngine:
         """Return memory on the host that an adapter is read into. A GPU copies from it at full speed, and torch keeps
         it for the next one."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def host_fingerprints(self, tensors: Mapping[str, Tensor]) -> Fingerprints:
+        """Return what `put_adapter` is to expect of tensors on the host."""
+        return digest.fingerprints_of_host(tensors, self._device)
 
     async def drop_adapter(self, name: str) -> None:
         """Serve an adapter no more. EngineError while a request uses it."""
