@@ -147,6 +147,20 @@ def complete(engine: Any, requests: Sequence[Request]) -> list[Completion]:
     return finish(engine, lambda: asyncio.gather(*(engine.generate(*request) for request in requests)))
 
 
+async def one_after_another(engine: Any, asked: Sequence[Request], adapters: Sequence[str] = ()) -> list[Completion]:
+    """Ask for each once the one before has a token: each is prefilled alone, beside rows that decode."""
+    answers = list[asyncio.Task[Completion]]()
+    for (prompt, sampling), adapter in zip(asked, adapters or [""] * len(asked), strict=True):
+        begun = asyncio.Event()
+
+        def told(*_: Any, begun: asyncio.Event = begun) -> None:
+            begun.set()
+
+        answers.append(asyncio.create_task(engine.generate(prompt, sampling, on_token=told, adapter=adapter)))
+        await begun.wait()
+    return await asyncio.gather(*answers)
+
+
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, END, (length,), generator=generator).tolist() for length in lengths]

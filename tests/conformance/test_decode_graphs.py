@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ARCHITECTURES, complete, finish, make_engine, of_many_lengths
+from engines import ARCHITECTURES, complete, finish, make_engine, of_many_lengths, one_after_another
 
 from tandem.engine.hf.decode_steps import DecodeSteps
 from tandem.engine.hf.kv_cache import KvCache
@@ -63,7 +63,33 @@ def test_graphs_sample_what_launches_sample(name: str):
     engine = make_engine("inline", module, max_running=24, eager=False)
     found = complete(engine, asked)
     assert engine.steps.report == {"requested": "graphs", "engaged": True, "why_not": ""}
-    assert len(engine.steps.recorded) > 1
+    assert len(engine.steps.graphs.sizes) > 1
+    alike = sum(one.ids == other.ids for one, other in zip(found, expected, strict=True))
+    assert alike >= 36  # a draw near an edge may go the other way by rounding
+    for one, other in zip(found, expected, strict=True):
+        if one.ids == other.ids:
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=2e-3)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs are for GPUs")
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-sliding", "gemma3-mixed"])
+def test_prompts_alone_in_graphs_answer_as_by_launches(name: str):
+    """With adapters and without; each is prefilled beside rows that decode."""
+    plain, module = ARCHITECTURES[name](), ARCHITECTURES[name]().to(DEVICE)
+    adapters = {each: adapter_of(plain, seed) for seed, each in enumerate("ab")}
+    asked = of_many_lengths(40, most_tokens=8)
+
+    async def play(engine: Any) -> list[Any]:
+        for each, tensors in adapters.items():
+            await engine.put_adapter(each, tensors, {"r": 4}, fingerprints(tensors))
+        return await one_after_another(engine, asked, [["", "a", "b"][number % 3] for number in range(len(asked))])
+
+    reference = make_engine("inline", module, max_running=60)
+    expected = finish(reference, lambda: play(reference))
+    engine = make_engine("inline", ARCHITECTURES[name]().to(DEVICE), max_running=60, eager=False)
+    found = finish(engine, lambda: play(engine))
+    assert engine.prompts.report == {"requested": "graphs", "engaged": True, "why_not": ""}
+    assert len(engine.prompts.graphs.sizes) > 3  # of two widths at least, with adapters and without
     alike = sum(one.ids == other.ids for one, other in zip(found, expected, strict=True))
     assert alike >= 36  # a draw near an edge may go the other way by rounding
     for one, other in zip(found, expected, strict=True):
@@ -85,17 +111,17 @@ def test_weights_that_move_are_the_ones_that_are_read():
         def addresses() -> list[int]:
             return [each.data_ptr() for each in module.parameters()]
 
-        steps.weights_at(addresses())
+        steps.graphs.weights_at(addresses())
         before = [steps.run(4).clone() for _ in range(3)]  # the third is the graph's
-        assert steps.recorded == [4]
+        assert steps.graphs.sizes == [4]
         torch.testing.assert_close(before[2], before[0], rtol=0, atol=1e-3)
         for parameter in module.parameters():
             parameter.data = parameter.data * 1.5
-        steps.weights_at(addresses())
-        assert not steps.recorded
+        steps.graphs.weights_at(addresses())
+        assert not steps.graphs.sizes
         moved = [steps.run(4).clone() for _ in range(3)]
         assert (moved[0] - before[2]).abs().max() > 1e-2
-        assert steps.recorded == [4]
+        assert steps.graphs.sizes == [4]
         torch.testing.assert_close(moved[2], moved[0], rtol=0, atol=1e-3)
 
 
@@ -171,7 +197,8 @@ def test_rows_with_adapters_sample_what_each_samples_alone(eager: bool, monkeypa
     expected = finish(reference, lambda: all_of(reference))
     if not ON_GPU:
         monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
-        monkeypatch.setattr(mixed_adapters, "_kernels", lambda _: adapter_rows_triton)
+        monkeypatch.setattr(mixed_adapters, "kernels_for", lambda _: adapter_rows_triton)
+        monkeypatch.setattr(adapter_rows_triton, "EARLY", False)
     engine = make_engine("inline", module, max_running=60, eager=eager)
     found = finish(engine, lambda: all_of(engine))
     alike = sum(one.ids == other.ids for one, other in zip(found, expected, strict=True))
@@ -179,4 +206,4 @@ def test_rows_with_adapters_sample_what_each_samples_alone(eager: bool, monkeypa
     assert found[-1].ids == expected[-1].ids
     assert len({tuple(each.ids) for each in found}) > 12
     if not eager:
-        assert len(engine.steps.recorded) > 1
+        assert len(engine.steps.graphs.sizes) > 1

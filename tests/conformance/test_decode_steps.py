@@ -22,6 +22,7 @@ def test_steps_without_masks_sample_the_same(name: str):
     why = REFUSED.get(name, "")
     assert engine.steps.why_masked == why
     assert engine.steps.report == {"requested": "graphs", "engaged": False, "why_not": why or "graphs are for GPUs"}
+    assert engine.prompts.report == {"requested": "graphs", "engaged": False, "why_not": "graphs are for GPUs"}
     assert [each.ids for each in found] == [each.ids for each in expected]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)

@@ -12,7 +12,7 @@ BUDGET = 4096
 def fill(cache: KvCache, rows: int, length: int) -> None:
     cache.num_rows = 0
     cache.reserve(rows, length)
-    cache.copies, cache.view = torch.zeros(rows, dtype=torch.long), length
+    cache.targets, cache.copies, cache.view = slice(rows), torch.zeros(rows, dtype=torch.long), length
     states = torch.arange(length, dtype=torch.float32).view(1, 1, length, 1).expand(1, 2, length, 4)
     for layer in range(len(cache.layers)):
         cache.update(states, states, layer)

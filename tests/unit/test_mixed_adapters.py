@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.engine.hf.engine import EmbeddedEngine
+from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.errors import EngineError, SyncError
 from tandem.model.presets import make_model
 from tandem.ops.digest import fingerprints
@@ -125,6 +127,37 @@ def test_an_adapter_that_is_not_what_was_sent_or_does_not_fit_is_refused_and_the
         await engine.close()
 
     asyncio.run(play())
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_that_run_on_with_the_same_adapters_are_not_planned_again(base: Any):
+    """A plan is made while the GPU waits."""
+    adapters, module = MixedAdapters(copy.deepcopy(base), 4), copy.deepcopy(base)
+    for name in "ab":
+        adapters.put(name, tensors := adapter(module, name), {"r": RANKS[name]}, fingerprints(tensors))
+
+    def operations(*names: str, tokens: int = 1) -> int:
+        with Operations() as counted:
+            adapters.plan(list(names), tokens)
+        return counted.number
+
+    assert operations("b", "a", "", "b") > 0
+    assert operations("b", "a", "", "b") == 0
+    assert operations("b", "a", "b", "") > 0
+    assert operations("b", "a", "b", "") == 0
+    adapters.put("a", tensors := adapter(module, "a", "mlp"), {"r": RANKS["a"]}, fingerprints(tensors))
+    assert operations("b", "a", "b", "") > 0  # it lies in another slot now
 
 
 def test_an_adapter_that_overflows_fails_its_own_requests_and_no_others(base: Any):

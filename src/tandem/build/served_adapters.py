@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tandem.errors import RunError
-from tandem.io.safetensors_format import read_header
+from tandem.io.safetensors_format import StoredTensor, read_header
 from tandem.spec.load import load_spec
 from tandem.spec.model import PathModel
 from tandem.spec.precision import PrecisionSpec
@@ -28,6 +29,13 @@ _PLAIN: dict[str, Any] = {
     "modules_to_save": None, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
 }  # fmt: skip
 """With other settings the same tensors mean something else."""
+
+
+_Placed: TypeAlias = tuple[str, StoredTensor]
+
+GROUP_BYTES = 16 * 2**20
+"""Most bytes of tensors that are scaled, and looked at, together. torch pins memory in powers of two."""
+_MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -49,30 +57,42 @@ def rank_of(directory: Path) -> int:
         raise RunError(f"{directory}: no LoRA adapter can be read from it: {error}") from error
 
 
-def read_adapter(directory: Path, memory: Callable[[int], Tensor] | None = None) -> ServedAdapter:
-    """Return an adapter in PEFT's format. RunError if it cannot be served. `memory`: gives so many bytes to read it
-    into."""
+def read_adapter(
+    directory: Path,
+    memory: Callable[[int], Tensor] | None = None,
+    look: Callable[[Mapping[str, Tensor]], None] | None = None,
+) -> ServedAdapter:
+    """Return an adapter in PEFT's format. RunError if it cannot be served. `memory`: gives so many bytes to read into.
+    `look`: is called with some tensors after the others, as they will be returned, while the next are read."""
     from safetensors import SafetensorError
 
+    tensors: dict[str, Tensor] = {}
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        tensors = _read(directory / _WEIGHTS, memory)
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
+        _refuse_other_kinds(directory, config)
+        for some in _read(directory / _WEIGHTS, memory):
+            for name, tensor in some.items():
+                if ".lora_B." in name:
+                    tensor.mul_(alpha / rank)
+            if look is not None:
+                look(some)
+            tensors |= some
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise RunError(f"{directory}: no LoRA adapter can be read from it: {error}") from error
+    return ServedAdapter(tensors, {"r": rank})
+
+
+def _refuse_other_kinds(directory: Path, config: Mapping[str, Any]) -> None:
     for field, plain in _PLAIN.items():
         if (found := config.get(field)) not in (plain, None):
             raise RunError(
                 f"{directory}: its adapter has {field} = {found}, which is not served beside others; merge it"
             )
-    for name, tensor in tensors.items():
-        if ".lora_B." in name:
-            tensor.mul_(alpha / rank)
-    return ServedAdapter(tensors, {"r": rank})
 
 
-def _read(path: Path, memory: Callable[[int], Tensor] | None) -> dict[str, Tensor]:
-    """Return the tensors of a file in float32."""
+def _read(path: Path, memory: Callable[[int], Tensor] | None) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a file in float32, some of them while the next are read."""
     import torch
     from safetensors.torch import load_file
 
@@ -80,21 +100,39 @@ def _read(path: Path, memory: Callable[[int], Tensor] | None) -> dict[str, Tenso
 
     with path.open("rb", buffering=0) as file:
         stored = read_header(file.fileno(), path)
-        places = sorted((each.offset, each.offset + each.size_bytes) for each in stored.values())
-        first = places[0][0] if places else 0
+        placed = sorted(stored.items(), key=lambda each: (each[1].offset, each[1].size_bytes))
         if (
             not stored
-            or any(each.dtype != "float32" or (each.offset - first) % 4 for each in stored.values())
-            or any(end != begin for (_, end), (begin, _) in pairwise(places))  # it refuses files with gaps and overlaps
+            or any(each.dtype != "float32" or (each.offset - placed[0][1].offset) % 4 for each in stored.values())
+            # It refuses files with gaps and overlaps.
+            or any(each.offset + each.size_bytes != later.offset for (_, each), (_, later) in pairwise(placed))
         ):
-            return {name: tensor.to(torch.float32, copy=True) for name, tensor in load_file(path).items()}
-        size = places[-1][1] - first
-        whole = torch.empty(size, dtype=torch.uint8) if memory is None else memory(size)
-        fill_from(file.fileno(), whole, first)
-    return {
-        name: whole[(at := each.offset - first) : at + each.size_bytes].view(torch.float32).view(each.shape)
-        for name, each in stored.items()
-    }
+            yield {name: tensor.to(torch.float32, copy=True) for name, tensor in load_file(path).items()}
+            return
+        groups = _side_by_side(placed)
+        with ThreadPoolExecutor(min(len(groups), _MOST_THREADS), "adapter") as threads:
+            under_way: list[Future[Tensor]] = []
+            for group in groups:
+                size = sum(each.size_bytes for _, each in group)
+                whole = torch.empty(size, dtype=torch.uint8) if memory is None else memory(size)
+                under_way.append(threads.submit(fill_from, file.fileno(), whole, group[0][1].offset))
+            for group, filled in zip(groups, under_way, strict=True):
+                whole, first = filled.result(), group[0][1].offset
+                yield {
+                    name: whole[(at := each.offset - first) : at + each.size_bytes].view(torch.float32).view(each.shape)
+                    for name, each in group
+                }
+
+
+def _side_by_side(placed: Sequence[_Placed]) -> list[list[_Placed]]:
+    """Return the tensors, which lie in this order, in groups of at most GROUP_BYTES."""
+    groups, begin = list[list[_Placed]](), 0
+    for name, each in placed:
+        if not groups or each.offset + each.size_bytes - begin > GROUP_BYTES:
+            groups.append([])
+            begin = each.offset
+        groups[-1].append((name, each))
+    return groups
 
 
 def base_of_run(run_dir: Path, precision: PrecisionSpec, device: Any, max_context: int) -> BuiltModel:

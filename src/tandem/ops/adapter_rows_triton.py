@@ -14,6 +14,7 @@ parts of the inputs.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -52,14 +53,14 @@ class Tiles:
         for row, slot in enumerate(slots):
             if slot >= 0:
                 rows_of.setdefault(slot, []).append(row)
-        tiles = [
-            (slot, len(rows[at : at + ROWS]), rows[at : at + ROWS])
-            for slot, rows in sorted(rows_of.items())
-            for at in range(0, len(rows), ROWS)
-        ]
-        told = [[slot, count, *rows, *[0] * (ROWS - count)] for slot, count, rows in tiles]
-        told += [[-1] + [0] * (1 + ROWS)] * (most - len(tiles))
-        self.tiles_TN[:most] = torch.tensor(told, dtype=torch.int32).to(self.tiles_TN.device)
+        told = list[int]()
+        for slot, rows in sorted(rows_of.items()):
+            for at in range(0, len(rows), ROWS):
+                tile = rows[at : at + ROWS]
+                told += slot, len(tile), *tile, *[0] * (ROWS - len(tile))
+        told += [-1, *[0] * (1 + ROWS)] * (most - len(told) // (2 + ROWS))
+        # One copy, of memory that torch need not fill number by number: the GPU waits meanwhile.
+        self.tiles_TN.view(-1)[: len(told)].copy_(torch.frombuffer(array("i", told), dtype=torch.int32))
 
 
 def most_tiles(rows: int, capacity: int) -> int:

@@ -57,6 +57,14 @@ def plainly_causal(config: Any) -> bool:
     )
 
 
+def of_prompts(config: Any, positions_T: Tensor) -> Any:
+    """Return the mask of whole prompts; None where every layer is causal without one."""
+    if plainly_causal(config):
+        return None
+    causal = (positions_T[:, None] >= positions_T)[None, None]
+    return for_model(config, causal, positions_T[:, None], positions_T)
+
+
 def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) -> Any:
     """Return the `attention_mask` of the model's forward: one mask, or one per kind of layer.
 

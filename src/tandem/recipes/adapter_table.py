@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,15 +117,26 @@ class AdapterTable:
     async def put(self, name: str, source: str) -> None:
         """Serve an adapter under a name. RunError, SyncError or Unproven if it cannot be served."""
         path, version = await asyncio.to_thread(find_adapter, source)
-        memory = getattr(self._engine, "host_memory", None)  # vLLM reads adapters from files of its own
         try:
-            read = await asyncio.to_thread(served_adapters.read_adapter, path, memory)
+            read, told = await asyncio.to_thread(self._read, path)
             await asyncio.to_thread(find_adapter, source)
-            await self._engine.put_adapter(name, read.tensors, read.config)
+            await self._engine.put_adapter(name, read.tensors, read.config, **told)
         except (MemoryError, RuntimeError) as error:  # of torch, where there is no memory for it
             raise RunError(f"adapter '{name}': {type(error).__name__}: {error}") from error
         self._sources[name] = source
         self.models[name] = AdapterModel(self._engine, name, version)
+
+    def _read(self, path: Path) -> tuple[served_adapters.ServedAdapter, dict[str, Any]]:
+        """Return an adapter, and what else `put_adapter` is told: fingerprints, if the engine takes them of tensors
+        that were read while the next are read."""
+        if not hasattr(self._engine, "host_memory"):  # vLLM reads adapters from files of its own
+            return served_adapters.read_adapter(path), {}
+        expected = dict[str, str]()
+
+        def look(tensors: Mapping[str, Any]) -> None:
+            expected.update(self._engine.host_fingerprints(tensors))
+
+        return served_adapters.read_adapter(path, self._engine.host_memory, look), {"expected": expected}
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ class _Embedded(_Batching):
     """GiB of memory for the kv cache; requests that do not fit wait."""
     eager: bool | Literal["auto"] = "auto"
     """true: decode steps have masks and are launched kernel by kernel. false: they have an attention kernel of their
-    own, and on a GPU are CUDA graphs. auto: false on a GPU, true on a CPU."""
+    own; on a GPU they are CUDA graphs, as are prompts that come alone. auto: false on a GPU, true on a CPU."""
 
 
 class HfEngineSpec(_Embedded):

@@ -26,6 +26,7 @@ from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
 from tandem.engine.hf.kv_cache import KvCache
 from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.prefill_batch import PrefillBatch
+from tandem.engine.hf.prompt_graphs import PromptGraphs
 from tandem.engine.hf.row_state import RowState
 from tandem.engine.hf.sampler import draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
@@ -72,9 +73,9 @@ class EmbeddedEngine:
         vision: Vision | None = None,
         is_twin: bool = False,
     ) -> None:
-        """`grammars`: for requests with a grammar; None refuses them. `eager`: decode steps have masks, and are not
-        made into CUDA graphs. `vision`: for requests with images; None refuses them. `is_twin`: the module is a copy
-        of one that was checked already."""
+        """`grammars`: for requests with a grammar; None refuses them. `eager`: decode steps have masks, and no pass is
+        a CUDA graph. `vision`: for requests with images; None refuses them. `is_twin`: the module is a copy of one that
+        was checked already."""
         attention_masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
@@ -101,8 +102,13 @@ class EmbeddedEngine:
         self._state = RowState(rows, self._device)
         self.steps: DecodeSteps | None = None
         """Decode steps without masks; None: `eager`."""
+        self.prompts: PromptGraphs | None = None
+        """Prompts that come alone; None: `eager`."""
         if not eager:
-            self.steps = DecodeSteps(module, self._head, self._cache, self._state, layers=config.num_hidden_layers)
+            layers, most = config.num_hidden_layers, self.max_context
+            most = min(most, getattr(config, "max_position_embeddings", most))
+            self.steps = DecodeSteps(module, self._head, self._cache, self._state, layers=layers)
+            self.prompts = PromptGraphs(self._head, self._cache, self._state, layers=layers, most_positions=most)
         self._waiting = AdmissionQueue(
             max_running=max_running, positions=self._kv_positions,
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
@@ -190,7 +196,7 @@ class EmbeddedEngine:
         if self._vision is not None and (odd := [each for each in tensors if ".visual." in each]):
             raise SyncError(f"adapter '{name}': '{odd[0]}' is of the vision tower, which stays as it is")
         if expected is None:
-            expected = await self._call(digest.fingerprints_of_host, tensors, self._device)
+            expected = await self._call(self.host_fingerprints, tensors)
         async with self._iterating:  # between two iterations, as weights change
             await self._call(self._adapters.put, name, tensors, config, expected)
 
@@ -198,6 +204,10 @@ class EmbeddedEngine:
         """Return memory on the host that an adapter is read into. A GPU copies from it at full speed, and torch keeps
         it for the next one."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def host_fingerprints(self, tensors: Mapping[str, Tensor]) -> Fingerprints:
+        """Return what `put_adapter` is to expect of tensors on the host."""
+        return digest.fingerprints_of_host(tensors, self._device)
 
     async def drop_adapter(self, name: str) -> None:
         """Serve an adapter no more. EngineError while a request uses it."""
@@ -228,8 +238,8 @@ class EmbeddedEngine:
         reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
         reply["devices"] = [device_name(self._device)]
         reply["digests"] = digest.fused(next(self._module.parameters()).device)
-        if self.steps is not None:
-            reply["graphs"] = self.steps.report
+        if self.steps is not None and self.prompts is not None:
+            reply |= {"graphs": self.steps.report, "prompt_graphs": self.prompts.report}
         if source.carries == "adapter":
             reply["base"] = await self._call(self._holding.fingerprints)
         source.attached(reply)
@@ -250,8 +260,9 @@ class EmbeddedEngine:
             await self._pause_for_update()
             phases.end("pause")
             served = self._holding.flip(staged)
-            if self.steps is not None:
-                self.steps.weights_at(self._holding.addresses())
+            for each in (self.steps, self.prompts):
+                if each is not None:
+                    each.graphs.weights_at(self._holding.addresses())
             self._forget(old)
             self.version = weights.version
             phases.end("apply")
@@ -431,33 +442,28 @@ class EmbeddedEngine:
         self._adapters.plan([""], 1)
         ids_1T = torch.tensor([ids[:-1]], device=self._device, dtype=torch.long)
         positions_T = torch.arange(ids_1T.shape[1], device=self._device)
-        hidden_1TH = self._head.hidden(ids_1T, positions_T[None], self._causal_mask(positions_T))
+        mask = attention_masks.of_prompts(self._config, positions_T)
+        hidden_1TH = self._head.hidden(ids_1T, positions_T[None], mask)
         return self._head.logprobs(hidden_1TH[0], torch.tensor(ids[1:], device=self._device), 1.0)[0].tolist()
 
-    def _causal_mask(self, positions_T: Tensor) -> Any:
-        """Return the mask of whole prompts; None where every layer is causal without one."""
-        if attention_masks.plainly_causal(self._config):
-            return None
-        causal = (positions_T[:, None] >= positions_T)[None, None]
-        return attention_masks.for_model(self._config, causal, positions_T[:, None], positions_T)
-
     def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
-        """Return the logits after each request's prompt. Equal prompts are computed once."""
+        """Return the logits after each request's prompt."""
+        first = self._cache.num_rows = len(self._running)
+        width = 0 if self.prompts is None else self.prompts.width_for(wave)
+        if width and (first + 1) * max(width + 1, self._longest()) <= self._kv_positions:
+            return self._prefill_alone(wave[0], width)
         wave.sort(key=lambda request: self._adapters.place(request.adapter))
-        first, batch = len(self._running), PrefillBatch(wave, self._device)
+        batch = PrefillBatch(wave, self._device)
         self._adapters.plan(batch.adapters, batch.width)
-        self._cache.num_rows = first
         self._cache.reserve(first + len(wave), max(batch.width + 1, self._longest()))
-        self._cache.copies, self._cache.view = batch.copies_S, batch.width
-        positions_T = torch.arange(batch.width, device=self._device)
-        # Padding is on the right: no real token attends to it, and decoding overwrites its positions before reading
-        # them.
-        mask, positions_PT = self._causal_mask(positions_T), positions_T[None].expand_as(batch.ids_PT)
-        hidden_PTH = self._head.hidden(batch.ids_PT, positions_PT, mask, self._cache, images=batch.images)
-        prompt_P = torch.arange(len(hidden_PTH), device=self._device)
-        logits_PV = self._head.logits(hidden_PTH[prompt_P, batch.lengths_P - 1])
-        self._state.begin(first, wave, batch.lengths_P[batch.copies_S], batch.shifts_P[batch.copies_S])
-        return logits_PV[batch.copies_S]
+        return batch.logits(self._head, self._cache, self._state)
+
+    def _prefill_alone(self, request: QueuedRequest, width: int) -> Tensor:
+        assert self.prompts is not None
+        row, moved = self._cache.num_rows, self._adapters.moved if request.adapter else 0
+        is_graph = self._adapters.plan([request.adapter], width)
+        self._cache.reserve(row + 1, max(width + 1, self._longest()))
+        return self.prompts.run(row, request, width, adapters=moved, by_launches=not is_graph)
 
     def _decode_step(self) -> Tensor:
         rows, adapters = len(self._running), [request.adapter for request in self._running]

@@ -15,7 +15,7 @@ from tandem.ops.byte_sizes import cache_held
 
 
 class KvCacheLayer(CacheLayerMixin):
-    """One layer. In prefill, new rows are appended and attend to themselves; in decode, each row gets one position."""
+    """One layer. In prefill, new rows attend to themselves alone; in decode, each row gets one position."""
 
     def __init__(self, cache: KvCache) -> None:
         super().__init__()
@@ -34,10 +34,9 @@ class KvCacheLayer(CacheLayerMixin):
         assert keys is not None
         assert values is not None
         if cache.copies is not None:
-            rows, length = cache.num_rows, key_states.shape[2]
-            end = rows + len(cache.copies)
-            keys[rows:end, :, :length] = key_states[cache.copies]
-            values[rows:end, :, :length] = value_states[cache.copies]
+            length = key_states.shape[2]
+            keys[cache.targets, :, :length] = key_states[cache.copies]
+            values[cache.targets, :, :length] = value_states[cache.copies]
             return key_states, value_states
         rows = cache.num_rows
         index = torch.arange(rows, device=keys.device)
@@ -88,6 +87,8 @@ class KvCache(Cache):
         self.positions: Tensor = torch.zeros(0, dtype=torch.long)
         self.copies: Tensor | None = None
         """In prefill: the number of each new row's prompt."""
+        self.targets: slice | Tensor = slice(0)
+        """In prefill: the new rows. A graph finds them in a tensor."""
         super().__init__(layers=[KvCacheLayer(self) for _ in range(num_layers)])
 
     def reserve(self, rows: int, length: int) -> None:

@@ -86,7 +86,7 @@ class MixedAdapters:
         self._checks = HookedAdapter(module)
         self._device = next(module.parameters()).device
         self._stacks = _Stacks()
-        self._kernels = _kernels(self._device)
+        self._kernels = kernels_for(self._device)
         self._tiles = self._kernels and self._kernels.Tiles.empty(rows, self._device)
         self._most_tokens = rows if self._kernels else 0
         self.moved = 0
@@ -304,7 +304,7 @@ class MixedAdapters:
         return group.some
 
 
-def _kernels(device: torch.device) -> Any:
+def kernels_for(device: torch.device) -> Any:
     """Return the kernels of tiles where there are any."""
     if device.type != "cuda" or find_spec("triton") is None:
         return None

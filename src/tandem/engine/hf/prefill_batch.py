@@ -1,6 +1,7 @@
-"""The prompts of a prefill: equal ones once, padded on the right, with the images that stand in them.
+"""The prompts of a prefill: equal ones once, padded on the right, with the images that stand in them. They are launched
+kernel by kernel.
 
-Shapes: S requests, P prompts, T positions of the longest.
+Shapes: S requests, P prompts, T positions of the longest, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tandem.engine.hf.admission_queue import Begun, QueuedRequest
+from tandem.engine.hf.kv_cache import KvCache
+from tandem.engine.hf.row_state import RowState
+from tandem.ops import attention_masks
 from tandem.ops.image_places import rotary_positions
+from tandem.ops.lm_head import Head
 from tandem.types import ImageRows, PlacedImage
 
 
 class PrefillBatch:
     def __init__(self, wave: Sequence[QueuedRequest], device: torch.device) -> None:
+        self._wave = wave
         prompts = dict[Begun, int]()
         copies = [prompts.setdefault(request.begun, len(prompts)) for request in wave]
         lengths = [len(prompt.ids) for prompt in prompts]
@@ -32,6 +39,22 @@ class PrefillBatch:
         if any(prompt.images for prompt in prompts):
             self.images, shifts = _image_rows([prompt.images for prompt in prompts], self.width, device)
             self.shifts_P = torch.tensor(shifts, device=device)
+
+    def logits(self, head: Head, cache: KvCache, state: RowState) -> Tensor:
+        """Put the requests into the rows behind the live ones. Return the logits after each request's prompt. Equal
+        prompts are computed once."""
+        first, copies_S = cache.num_rows, self.copies_S
+        cache.targets, cache.copies, cache.view = slice(first, first + len(copies_S)), copies_S, self.width
+        positions_T = torch.arange(self.width, device=copies_S.device)
+        # Padding is on the right: no real token attends to it, and decoding overwrites its positions before reading
+        # them.
+        mask = attention_masks.of_prompts(head.config, positions_T)
+        positions_PT = positions_T[None].expand_as(self.ids_PT)
+        hidden_PTH = head.hidden(self.ids_PT, positions_PT, mask, cache, images=self.images)
+        prompt_P = torch.arange(len(hidden_PTH), device=copies_S.device)
+        logits_PV = head.logits(hidden_PTH[prompt_P, self.lengths_P - 1])
+        state.begin(first, self._wave, self.lengths_P[copies_S], self.shifts_P[copies_S])
+        return logits_PV[copies_S]
 
 
 def _image_rows(
