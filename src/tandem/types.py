@@ -151,6 +151,9 @@ class Sampling:
     """Before all that wait, and beside one more than may run: a trainer stands still until it is answered."""
     share: str = ""
     """Requests of one share take turns with those of others, however many each has. Empty: one share like any other."""
+    told_within_s: float = 0.0
+    """How much later than sampled a token may be told to the caller's `on_token`; each telling costs both processes
+    work. 0: as soon as the engine can."""
     shape: Shape = PLAIN
     top_logprobs: int = 0
     """Also return so many of the likeliest tokens at each place."""

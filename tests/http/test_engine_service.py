@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -16,9 +17,11 @@ from engine_served import CONTEXT, LINK, EngineServed, FakeEngine, engine_servin
 from served import wait_until
 
 from stopwatch import Stopwatch
+from tandem.engine.server.connection import Connection
 from tandem.errors import EngineError, EngineLost, LogprobGap, SyncError, SyncTimeout
 from tandem.io.engine_messages import error_of
 from tandem.io.process_identity import identity
+from tandem.types import Completion, Sampling
 
 POSTS = ("generate", "attach", "load", "sleep", "wake", "digest")
 
@@ -111,6 +114,37 @@ def test_a_completion_comes_as_lines_that_add_up(served: EngineServed) -> None:
     assert {line["version"] for line in tokens} == {3}
     assert len(tokens) > 1
     assert end == {"finish_reason": "length", "spans": [[3, 20]]}
+
+
+def test_a_client_that_may_be_told_late_gets_one_line_and_nothing_late_at_the_end(served: EngineServed) -> None:
+    served.engine.pause_s = 0.005
+    with Stopwatch() as watch:
+        answer = served.post("generate", {**PROMPT, "sampling": {"max_tokens": 20, "told_within_s": 30.0}})
+    tokens, end = lines(answer)
+    assert tokens["ids"] == list(range(1, 21))
+    assert end == {"finish_reason": "length", "spans": [[3, 20]]}
+    assert watch.seconds < 10
+    often = served.post("generate", {**LONG, "sampling": {"max_tokens": 200, "told_within_s": 0.1}})
+    assert 3 <= len(lines(often)) <= 13  # 200 tokens take a second or more
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_caller_that_may_be_told_late_is_told_of_all_tokens_at_the_end(served: EngineServed, late: bool) -> None:
+    served.engine.pause_s, made_when_told = 0.005, list[int]()
+
+    async def ask() -> Completion:
+        connection = Connection(served.url, served.token)
+        sampling = Sampling(max_tokens=100, told_within_s=30.0 if late else 0.0)
+        tell = lambda *_: made_when_told.append(served.engine.made)  # noqa: E731
+        try:
+            return await connection.complete([1, 2], sampling, None, tell)
+        finally:
+            await connection.close()
+
+    completion = asyncio.run(ask())
+    assert (completion.ids, completion.versions) == (list(range(1, 101)), [3] * 100)
+    assert len(made_when_told) == 100
+    assert (made_when_told == [100] * 100) is late
 
 
 def test_a_client_that_hangs_up_ends_its_request(served: EngineServed) -> None:

@@ -82,6 +82,29 @@ def test_an_engine_that_makes_no_token_for_any_request_is_silent():
     assert watch.seconds < 1.5
 
 
+class ToldLate:
+    """Tells of its tokens as late as it is allowed to."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.asked = list[Sampling]()
+
+    async def generate(self, prompt_ids, sampling, *, session=None, on_token=None) -> Completion:
+        self.asked.append(sampling)
+        for _ in range(24):
+            await asyncio.sleep(sampling.told_within_s)
+            on_token(7, -0.5, 0)
+        return ANSWER
+
+
+def test_an_engine_may_tell_late_of_its_tokens_and_is_not_silent():
+    engine = ToldLate()
+    setting = Setting(Replies(), engine, Plain(), Sampling(), 64, 0.4, 0.2)
+    assert asyncio.run(play(setting, TASK, [1, 2], 0)).reward == 1.0  # it took three times the deadline
+    assert [each.told_within_s for each in engine.asked] == [0.05]
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_engine_that_is_being_started_is_not_silent_and_one_that_was_may_be(comes: bool):
     class Starts(OneByOne):

@@ -231,3 +231,19 @@ def test_what_a_template_refuses_is_named_with_the_roles_it_was_given():
     renderer = Renderer(chatml_tokenizer(STRICT))
     with pytest.raises(TemplateError, match=r"refuses the roles user, user: .*roles must alternate"):
         renderer.prompt([user("a"), user("b")])
+
+
+def test_a_turn_is_decoded_once_for_its_answer_and_its_thought(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer(chatml_tokenizer())
+    turns = [renderer.encode(text) for text in ("<think>one</think>1", "<think>two</think>2", "three")]
+    decoded, decode = list[list[int]](), renderer.decode
+    monkeypatch.setattr(renderer, "decode", lambda ids, **more: (decoded.append(list(ids)), decode(ids, **more))[1])
+    assert [renderer.visible(turn) for turn in turns] == ["1", "2", "three"]
+    assert decoded == turns
+    assert renderer.thought(turns[2]) is None
+    assert decoded == turns
+    thought = renderer.thought(turns[0])
+    assert thought is not None
+    assert thought.closed
+    assert renderer.visible(turns[0]) == "1"
+    assert renderer.visible([*turns[1], renderer.end_id]) == "2"

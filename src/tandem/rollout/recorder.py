@@ -23,6 +23,12 @@ from tandem.types import NO_VERSION, Completion, Message, PlacedImage, Sampling,
 Tools = Sequence[Mapping[str, Any]]
 
 
+_TOLD_SHARE, _TOLD_S = 1 / 8, 10.0
+"""How late the engine may tell an episode of its tokens: within this share of the engine's deadline, and at most so many
+seconds. Until the completion is there, they only show that the engine lives, and silence is looked for four times in
+a deadline (rollout/deadlines.py)."""
+
+
 class RecorderRenderer(Protocol):
     """The renderer methods that a recorder uses."""
 
@@ -110,6 +116,7 @@ class Recorder:
             stop=tuple(stop) or self._sampling.stop,
             seed=self._seed + self._turns,
             images=(*self._images, *shown),
+            told_within_s=min(self._deadline_s * _TOLD_SHARE, _TOLD_S),
         )
         self._turns += 1
         self._replying = True

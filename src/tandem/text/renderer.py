@@ -46,6 +46,7 @@ class Renderer:
         """`images`: of a model that sees; None: its messages are text only."""
         self.tokenizer = tokenizer
         self.images = images
+        self._latest: tuple[list[int], str] = [], ""
         # Tokenizers of models of text may have the marks, too, but their templates do not write them.
         vocabulary = tokenizer.get_vocab() if images is not None or _PAD in str(tokenizer.chat_template) else {}
         self._vision_ids = {name: vocabulary[name] for name in _VISION_MARKS if name in vocabulary}
@@ -230,7 +231,7 @@ class Renderer:
 
     def visible(self, ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """Return a sampled turn's text without end of turn, stop string and thoughts."""
-        return self._answer(self.decode(self._body(ids)), stop)
+        return self._answer(self._turn(ids)[1], stop)
 
     def calls(self, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[str, list[ToolCall]]:
         """Return that text without tool calls, and the tool calls. A call within a thought is ignored."""
@@ -240,8 +241,8 @@ class Renderer:
 
     def thought(self, ids: Sequence[int], stop: Sequence[str] = ()) -> Thought | None:
         """Return the thought in a sampled turn; None if it has none."""
-        body = self._body(ids)
-        text = cut_at_stop(self.decode(body), stop)
+        body, text = self._turn(ids)
+        text = cut_at_stop(text, stop)
         if not self._has_thought(text):
             return None
         if END_THINK not in text:
@@ -275,6 +276,14 @@ class Renderer:
     def call_stream(self) -> CallStream:
         """Return a splitter of text and tool calls for one streamed answer."""
         return CallStream()
+
+    def _turn(self, ids: Sequence[int]) -> tuple[list[int], str]:
+        """Return a sampled turn's ids without the end of turn, and their text. The latest turn's text is kept, because
+        a recorder asks for its answer and for its thought, and decoding takes most of that time."""
+        body, latest = self._body(ids), self._latest
+        if latest[0] != body:
+            latest = self._latest = body, self.decode(body)
+        return latest
 
     def _body(self, ids: Sequence[int]) -> list[int]:
         return list(ids[:-1]) if ids and ids[-1] in self.end_ids else list(ids)

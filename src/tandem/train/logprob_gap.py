@@ -4,8 +4,8 @@ Tokens of the current version differ by rounding only. A healthy gap depends on 
 so the limit is calibrated on the run's own first batch, under a ceiling that no healthy model reaches. A token that is
 `lag` versions old also differs by what the policy moved since then, so its limit is that of current tokens plus an
 allowance for each version. The allowance follows what earlier batches differed by, between two bounds. It is at most
-twice what the updates between moved, as the trainer measures it (`MoveMeter`; not with several ranks or with gradient
-release). So weights that are wrong by more than an update are seen, however slowly a run learns.
+twice what the updates between moved, as the trainer measures it (train/move_meter.py; not with several ranks or with
+gradient release). So weights that are wrong by more than an update are seen, however slowly a run learns.
 """
 
 from __future__ import annotations
@@ -106,23 +106,6 @@ class Gap:
         self._unknown += other.unknown
         for lag, row in other.by_lag.items():
             self._add(lag, row)
-
-
-class MoveMeter:
-    """Measures what an update moves: the mean difference of the logprobs of a micro-batch from before to after it."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[MicroBatch, Tensor] | None = None
-
-    def before(self, micro: MicroBatch, scored: TokenLogprobs) -> None:
-        """Note a micro-batch of the step. The smallest one is kept, because it is computed twice."""
-        if len(micro.target_N) and (self._kept is None or micro.ids_BT.numel() < self._kept[0].ids_BT.numel()):
-            self._kept = micro, scored.logprobs_N.detach()
-
-    def after(self, score: Callable[[MicroBatch], Tensor]) -> float:
-        """Return what the update moved, in nats a token; NaN if the step had no micro-batch."""
-        kept, self._kept = self._kept, None
-        return math.nan if kept is None else (score(kept[0]) - kept[1]).abs().mean().item()
 
 
 class GapWatch:

@@ -20,8 +20,9 @@ from tandem.protocols import Algorithm, Optimizer, Policy
 from tandem.train.batch_packing import plain_row
 from tandem.train.gradient_release import Collected, Released, clip_scale, total_norm
 from tandem.train.kl_estimate import set_kl
-from tandem.train.logprob_gap import CalibratedLimit, Gap, GapWatch, MoveMeter
+from tandem.train.logprob_gap import CalibratedLimit, Gap, GapWatch
 from tandem.train.memory_accounting import MemoryBreakdown, size_bytes
+from tandem.train.move_meter import MoveMeter
 from tandem.train.no_learning_check import Guard
 from tandem.train.step_sums import StepSums
 from tandem.types import Batch, Metrics, MicroBatch, Totals, WeightKind, Weights
@@ -172,9 +173,9 @@ class PolicyTrainer:
         norm = total_norm(list(gradients.values()))
         if not math.isfinite(norm):
             raise NonFinite(f"version {self.version}: the gradient's norm is {norm}; the weights are unchanged")
-        self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
+        moved = self._update(gradients, lr, norm)
         self.version += 1
-        return {"grad/norm": norm, "lr": lr, **self._optimizer.drain_metrics(), **self._measure_move()}
+        return {"grad/norm": norm, "lr": lr, **self._optimizer.drain_metrics(), **moved}
 
     def _whole_step(self, batch: Batch, lr: float) -> Metrics | None:
         metrics, gradients = self.gradients_of(batch)
@@ -183,15 +184,18 @@ class PolicyTrainer:
             self._set_aside(batch, f"loss {metrics['loss/total']}, gradient norm {norm}")
             return None
         memory = self._memory.metrics(size_bytes(gradients.values()), len(batch.micro))
+        return {**metrics, **memory, **self._update(gradients, lr, norm), "grad/norm": norm}
+
+    def _update(self, gradients: dict[str, Tensor], lr: float, norm: float) -> Metrics:
+        """Take the optimizer's step, and return what it moved if that is measured."""
+        if self._meter is not None:
+            self._meter.before(self._score)
         with self._memory.exact():
             self._optimizer.update(gradients, lr, clip_scale(norm, self._clip_norm))
-        return {**metrics, **memory, **self._measure_move(), "grad/norm": norm}
+        return self.gap_watch.moved(self._meter.after(self._score)) if self._meter is not None else {}
 
-    def _measure_move(self) -> Metrics:
-        if self._meter is None:
-            return {}
-        moved = self._meter.after(lambda micro: self._policy.score(micro, **self._sampling))
-        return self.gap_watch.moved(moved)
+    def _score(self, micro: MicroBatch) -> Tensor:
+        return self._policy.score(micro, **self._sampling)
 
     def _release_step(self, batch: Batch, lr: float) -> Metrics | None:
         assert self._released is not None
@@ -242,7 +246,7 @@ class PolicyTrainer:
             scored = self._policy.logprobs(micro, **self._sampling)
         gap.add(scored, micro, self.version)
         if self._meter is not None:
-            self._meter.before(micro, scored)
+            self._meter.note(micro)
         loss, token_sums = self._algorithm.loss(scored, micro, totals)
         sums.add({"loss/total": loss})
         sums.add(token_sums, computed)

@@ -31,6 +31,7 @@ BEAT_S, BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
 STREAMS = 512  # open files are limited; later requests wait for a stream
 _STATUS_S = 5.0
 _TRIES = 3
+_ASKED = ("max_tokens", "temperature", "top_p", "top_k", "stop", "stop_ids", "seed", "urgent", "share")
 _LAST_WORDS_S = 0.2  # the exit code is known a moment after the connections broke
 
 T = TypeVar("T")
@@ -76,16 +77,18 @@ class Connection:
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None, on_token: OnToken | None
     ) -> Completion:
         """Sample one completion. EngineLost if the engine is lost; after a broken connection, ask from the start."""
-        asked = asdict(sampling)
-        if on_update := asked.pop("on_update"):
+        if sampling.on_update:
             raise EngineError(
-                f"engine: on_update = '{on_update}': {self.url} has one on_update setting for all requests"
+                f"engine: on_update = '{sampling.on_update}': {self.url} has one on_update setting for all requests"
             )
         if others := [name for name in sampling.extras if name != "images"]:
             raise EngineError(f"engine: {others[0]}: {self.url} takes it on OpenAI's routes only")
-        del asked["shape"], asked["top_logprobs"]
-        if not sampling.images:
-            del asked["images"]  # older servers do not know it
+        asked = {name: getattr(sampling, name) for name in _ASKED}
+        # Only where they say something: a server of an earlier checkout does not know them.
+        if sampling.told_within_s:
+            asked["told_within_s"] = sampling.told_within_s
+        if sampling.images:
+            asked["images"] = [asdict(image) for image in sampling.images]
         body = {
             "prompt_ids": list(prompt_ids),
             "sampling": asked,

@@ -95,6 +95,9 @@ class SamplingBody(_EngineBody):
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)
     urgent: bool = False
     share: str = Field(default="", max_length=256)
+    told_within_s: float = Field(default=0.0, ge=0, le=60)
+    """Lines of tokens may come this much later than sampled: for a caller that only needs to know that the engine
+    lives."""
     images: list[ImageBody] = Field(default=[], max_length=1024)
     """Those of the prompt, in their order."""
 
@@ -167,7 +170,7 @@ class _EngineApi:
         )
         answer.add_done_callback(self._ended)
         self.running += 1
-        return _Stream(answer, tokens, self._flush_s, self._refused)
+        return _Stream(answer, tokens, lambda: max(self._flush_s(), sampling.told_within_s), self._refused)
 
     @speaks(AttachBody)
     async def attach(self, request: Request) -> Response:
