@@ -115,6 +115,8 @@ def test_short_answers_of_a_small_model_are_sampled_by_the_embedded_engine():
     assert {
         engine_of(0), engine_of(1_720_574_976), engine_of(small, max_tokens=65), engine_of(small, max_lag=1)
     } == {"vllm"}  # fmt: skip
+    adapted = rl(model={"lora": {"rank": 8}}, train={"max_tokens": 64})
+    assert choose(adapted, H200, weights=small)[0].engine.kind == "vllm"
 
 
 def test_a_small_model_is_known_by_its_config(tmp_path: Path):

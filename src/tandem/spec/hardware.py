@@ -195,9 +195,10 @@ class _Choices:
         self.put("engine.kind", "hf" if why_not else "vllm", why)
 
     def _is_short(self, spec: RlSpec) -> bool:
-        """Whether sending requests to another process takes longer than sampling, and nothing is trained meanwhile."""
+        """Whether sending requests to another process takes longer than sampling, and nothing is trained meanwhile.
+        Adapters were not measured."""
         small = 0 < self._weights <= _SMALL and spec.train.max_tokens <= _SHORT
-        return small and not spec.train.max_lag and spec.parallel.ranks == 1
+        return small and not spec.train.max_lag and spec.parallel.ranks == 1 and spec.model.lora is None
 
     def bridge(self) -> None:
         bridge = usual_bridge(self.tables)
