@@ -24,9 +24,9 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 _TOLD_SHARE, _TOLD_S = 1 / 8, 10.0
-"""How late the engine may tell an episode of its tokens: within this share of the engine's deadline, and at most so many
-seconds. Until the completion is there, they only show that the engine lives, and silence is looked for four times in
-a deadline (rollout/deadlines.py)."""
+"""How late the engine may tell an episode of its tokens: within this share of the engine's deadline, and at most so
+many seconds. Until the completion is there, they only show that the engine lives, and silence is looked for four times
+in a deadline (rollout/deadlines.py)."""
 
 
 class RecorderRenderer(Protocol):
