@@ -49,10 +49,10 @@ KINDS = {
     "two very long": [make_siblings(1, 20, 2300, 2300, size=2)],
 }
 BOUNDS = {
-    "many short": (300, 700),
-    "long answers": (800, 1300),
-    "long prompts": (130, 3700),
-    "of all lengths": (300, 700),
+    "many short": (500, 1100),
+    "long answers": (730, 1500),
+    "long prompts": (130, 3900),
+    "of all lengths": (500, 1000),
     "two very long": (500, 700),
 }
 """Of each kind: least tokens that are measured, and most positions that are computed for them."""
@@ -75,8 +75,8 @@ def test_few_tokens_have_the_logprobs_of_the_whole_micro_batch(kind: str, tree: 
     assert torch.equal(few.sequence_N, micro.sequence_N[of_whole])
     least_tokens, most_positions = BOUNDS[kind]
     assert len(few.target_N) >= least_tokens
-    assert few.ids_BT.numel() <= min(most_positions, 0.7 * micro.ids_BT.numel())
-    assert len(few.sequence_N.unique()) >= min(4, len(micro.sequence_N.unique()))
+    assert few.ids_BT.numel() <= min(most_positions, 0.85 * micro.ids_BT.numel())
+    assert len(few.sequence_N.unique()) >= min(5, len(micro.sequence_N.unique()))
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -117,7 +117,7 @@ def test_few_tokens_keep_the_images_of_their_prompts(tree: bool) -> None:
     few = few_tokens(micro)
     assert micro.images is not None
     assert few.images is not None
-    assert few.ids_BT.numel() < micro.ids_BT.numel() / 2
+    assert few.ids_BT.numel() < 0.85 * micro.ids_BT.numel()
     assert (few.ids_BT.flatten()[few.images.places_P] == IMAGES.pad_id).all()
     assert sum(IMAGES.length(each) for each in few.images.digests) == len(few.images.places_P)
     module = seeing()

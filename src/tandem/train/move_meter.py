@@ -18,15 +18,15 @@ from torch import Tensor
 from tandem.ops.packed_attention import pack
 from tandem.types import ImageRows, MicroBatch, PackedRows
 
-_TOKENS, _LEAST_TOKENS, _SHARE_OF_TOKENS = 1024, 128, 8
-"""Trained tokens that suffice, and of a small micro-batch an eighth, but at least 128. By token the differences spread
-by about their mean, so the mean of 1,024 is off by about 3 %, that of 128 by 9 %, and by more where tokens of a
-sequence move together. It serves as a bound of twice its size."""
-_SEQUENCES = 4
+_TOKENS, _LEAST_TOKENS, _SHARE_OF_TOKENS = 1024, 512, 8
+"""Trained tokens that suffice, and of a small micro-batch an eighth, but at least 512. By token the differences spread
+by about their mean, so the mean of 1,024 is off by about 3 %, and by more where tokens of a sequence move together: it
+serves as a bound of twice its size, and with 128 tokens of a tiny model's short answers that was once too little."""
+_SEQUENCES = 8
 """At least so many sequences share those tokens, if there are as many: what one answer moves by may be unusual."""
-_POSITIONS, _LEAST_POSITIONS, _SHARE_OF_POSITIONS = 3072, 256, 2
+_POSITIONS, _LEAST_POSITIONS, _SHARE_OF_POSITIONS = 3072, 1024, 2
 """Positions to compute at most beside the first sequence, prompts included, and of a small micro-batch half, but at
-least 256. Where prompts are so long that no other prompt has room, siblings that share the first one have."""
+least 1,024. Where prompts are so long that no other prompt has room, siblings that share the first one have."""
 _TRIED = 256
 """Sequences to try at most, each of which takes the CPU 50 us."""
 
