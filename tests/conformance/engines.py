@@ -161,6 +161,16 @@ async def one_after_another(engine: Any, asked: Sequence[Request], adapters: Seq
     return await asyncio.gather(*answers)
 
 
+def adapter_of(module: Any, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    tensors = dict[str, torch.Tensor]()
+    for path, layer in module.named_modules():
+        if isinstance(layer, torch.nn.Linear) and path != "lm_head":
+            tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(4, layer.in_features) / 4
+            tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(layer.out_features, 4) / 8
+    return tensors
+
+
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, END, (length,), generator=generator).tolist() for length in lengths]

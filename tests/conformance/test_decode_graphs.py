@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ARCHITECTURES, complete, finish, make_engine, of_many_lengths, one_after_another
+from engines import ARCHITECTURES, adapter_of, complete, finish, make_engine, of_many_lengths, one_after_another
 
 from tandem.engine.hf.decode_steps import DecodeSteps
 from tandem.engine.hf.kv_cache import KvCache
@@ -160,16 +160,6 @@ def test_tiles_are_each_rows_own_product(case: str, dtype: torch.dtype, early: b
             if slot >= 0:
                 theirs[row] += x[row].double().cpu() @ a[layer, slot].double() @ b[layer][slot].double()
         torch.testing.assert_close(ours.double().cpu(), theirs, rtol=NEAR[dtype], atol=NEAR[dtype])
-
-
-def adapter_of(module: Any, seed: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    tensors = dict[str, torch.Tensor]()
-    for path, layer in module.named_modules():
-        if isinstance(layer, torch.nn.Linear) and path != "lm_head":
-            tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(4, layer.in_features) / 4
-            tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(layer.out_features, 4) / 8
-    return tensors
 
 
 @pytest.mark.parametrize("eager", [True, *[False] * ON_GPU])

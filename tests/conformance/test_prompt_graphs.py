@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ARCHITECTURES, Request, finish, make_engine, one_after_another, prompts
+from engines import ARCHITECTURES, Request, adapter_of, finish, make_engine, one_after_another, prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tandem.engine.hf import graphs_by_kind, mixed_adapters
+from tandem.engine.hf.kv_cache import KvCache
 from tandem.ops.digest import fingerprints
-from tandem.types import Completion, Sampling
+from tandem.ops.named_tensors import live_tensors
+from tandem.types import Completion, Sampling, WeightKind, Weights
 
 LENGTHS = (5, 12, 16, 3, 17, 33, 20, 1, 40, 9, 70, 66)
 
@@ -192,16 +194,6 @@ class PlainKernels:
             output_RO += torch.einsum("re,reo->ro", narrow_RE, b_CEO[slots_R])
 
 
-def adapter_of(module: Any, seed: int) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    tensors = dict[str, Tensor]()
-    for path, layer in module.named_modules():
-        if isinstance(layer, torch.nn.Linear) and path != "lm_head":
-            tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(4, layer.in_features) / 4
-            tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(layer.out_features, 4) / 8
-    return tensors
-
-
 def test_one_graph_serves_every_adapter_until_their_memory_moves(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mixed_adapters, "kernels_for", lambda device: PlainKernels)
     adapters = {name: adapter_of(ARCHITECTURES["llama-gqa"](), seed) for seed, name in enumerate("abcd")}
@@ -223,3 +215,47 @@ def test_one_graph_serves_every_adapter_until_their_memory_moves(monkeypatch: py
     check_same(found, expected)
     assert len({tuple(each.ids) for each in found}) == len(found)
     assert {16, 32, 64} <= {*engine.prompts.graphs.sizes}
+
+
+class Elsewhere:
+    """A trainer's end whose versions, or whose memory for them, are not where the engine's weights are now."""
+
+    def __init__(self, carries: WeightKind, tensors: dict[str, Tensor]) -> None:
+        self.carries, self._tensors = carries, tensors
+
+    def attached(self, reply: object) -> None: ...
+
+    def memory_for(self, tensors: object) -> dict[str, Tensor] | None:
+        return self._tensors if self.carries == "live" else None
+
+    def receive(self, version: int, rank: int = 0) -> Weights:
+        return Weights(version, self.carries, lambda: iter(self._tensors.items()), expected=fingerprints(self._tensors))
+
+
+@pytest.mark.parametrize("carries", ["full", "live"])
+def test_graphs_do_not_outlive_the_weights_that_they_read(carries: WeightKind):
+    """Full versions arrive in other memory; a trainer that attaches may move the weights into its own."""
+    module = ARCHITECTURES["llama-gqa"]()
+    engine = make_engine("inline", module, max_running=6, eager=False)
+    sizes = list[tuple[bool, bool]]()
+
+    async def play() -> None:
+        for _ in range(2):
+            await one_after_another(engine, asked_for(5, 6, 7))
+            sizes.append((bool(engine.prompts.graphs.sizes), bool(engine.steps.graphs.sizes)))
+            await engine.attach(Elsewhere(carries, {name: each.clone() for name, each in live_tensors(module)}))
+            if carries == "full":
+                await engine.load(1)
+            sizes.append((bool(engine.prompts.graphs.sizes), bool(engine.steps.graphs.sizes)))
+
+    finish(engine, play)
+    assert sizes == [(True, True), (False, False)] * 2
+
+
+def test_a_prompt_alone_takes_no_more_of_the_cache_than_it_fills(monkeypatch: pytest.MonkeyPatch):
+    """The cache doubles at the widths: a prompt of 70 tokens is 128 wide, and does not need a 129th position."""
+    reserve, asked = KvCache.reserve, list[int]()
+    monkeypatch.setattr(KvCache, "reserve", lambda self, *of: (asked.append(of[1]), reserve(self, *of)))
+    engine = make_engine("inline", ARCHITECTURES["llama-gqa"](), max_running=6, eager=False)
+    finish(engine, lambda: one_after_another(engine, asked_for(40, 41, 42, 70)))
+    assert max(asked) == 128

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from engine_served import CONTEXT, LINK, EngineServed, FakeEngine, engine_servin
 from served import wait_until
 
 from stopwatch import Stopwatch
+from tandem.engine.server import connection as connections
 from tandem.engine.server.connection import Connection
 from tandem.errors import EngineError, EngineLost, LogprobGap, SyncError, SyncTimeout
 from tandem.io.engine_messages import error_of
 from tandem.io.process_identity import identity
+from tandem.serve.engine import service
 from tandem.types import Completion, Sampling
 
 POSTS = ("generate", "attach", "load", "sleep", "wake", "digest")
@@ -137,6 +140,7 @@ def test_a_caller_that_may_be_told_late_is_told_of_all_tokens_at_the_end(served:
         sampling = Sampling(max_tokens=100, told_within_s=30.0 if late else 0.0)
         tell = lambda *_: made_when_told.append(served.engine.made)  # noqa: E731
         try:
+            await connection.open()
             return await connection.complete([1, 2], sampling, None, tell)
         finally:
             await connection.close()
@@ -145,6 +149,29 @@ def test_a_caller_that_may_be_told_late_is_told_of_all_tokens_at_the_end(served:
     assert (completion.ids, completion.versions) == (list(range(1, 101)), [3] * 100)
     assert len(made_when_told) == 100
     assert (made_when_told == [100] * 100) is late
+
+
+def test_a_server_that_cannot_tell_late_is_not_asked_to(served: EngineServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an earlier checkout refuses the field, and says nothing of it in its status."""
+    monkeypatch.setattr(service, "_LATEST_S", 0.0)
+    served.engine.pause_s, made_when_told = 0.005, list[int]()
+
+    async def ask() -> None:
+        connection = Connection(served.url, served.token)
+        tell = lambda *_: made_when_told.append(served.engine.made)  # noqa: E731
+        try:
+            await connection.open()
+            await connection.complete([1, 2], Sampling(max_tokens=100, told_within_s=30.0), None, tell)
+        finally:
+            await connection.close()
+
+    asyncio.run(ask())
+    assert min(made_when_told) < 100
+
+
+def test_every_field_of_sampling_is_sent_or_refused() -> None:
+    by_hand = {"on_update", "shape", "top_logprobs", "images", "told_within_s"}
+    assert {each.name for each in fields(Sampling)} == {*connections.SENT, *by_hand}
 
 
 def test_a_client_that_hangs_up_ends_its_request(served: EngineServed) -> None:

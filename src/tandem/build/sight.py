@@ -54,8 +54,9 @@ def sees_images(spec: RunSpec) -> bool:
 def choose(spec: RunSpec, machine: hardware.Hardware) -> tuple[RunSpec, list[hardware.HardwareChoice]]:
     """Choose what the spec leaves out. SpecError for what does not support its model, before anything is loaded."""
     sees, weights = sees_images(spec), 0
-    with suppress(NoPlan):
-        weights = read_shape(spec.model).total
+    if isinstance(spec, RlSpec) and machine.vllm and spec.left_out("engine.kind"):
+        with suppress(NoPlan):
+            weights = read_shape(spec.model).total
     found = hardware.choose(spec, machine, sees=sees, weights=weights)
     refuse_unsupported(found[0], sees)
     return found

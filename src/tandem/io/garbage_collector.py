@@ -1,6 +1,8 @@
-"""Let Python's garbage collector pass over what stays until the end: modules, routes, tasks, tokenizers, compiled code.
+"""Freeze what stays for long, so that Python's garbage collector no longer visits it: modules, routes, tasks, compiled
+code (`gc.freeze`).
 
-A full collection visits every object. In a training process on a GPU that took 0.7 s, in every sixth of steps of 0.6 s.
+A full collection visits every object. In GRPO of a model of 135 million weights that took 0.7 s of every sixth step,
+and a step takes 0.6 s.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import gc
 _STEPS_THAT_COMPILE = 2
 
 
-def pass_over_what_is_there() -> None:
+def freeze_what_is_there() -> None:
     """Collect what is garbage now, and do not visit again what is left."""
     gc.collect()
     gc.freeze()
 
 
-class PassingOver:
-    """For a run: what is there after its first steps is not visited again before the run ends."""
+class StageFreeze:
+    """Freezes what is there after the first steps of each stage of a run, and unfreezes it when the stage is over: its
+    trainer and optimizer lie in cycles, which are not freed before."""
 
     def __init__(self) -> None:
         self._steps, self._is_first = 0, gc.get_freeze_count() == 0
@@ -25,8 +28,10 @@ class PassingOver:
     def stepped(self) -> None:
         self._steps += 1
         if self._steps == _STEPS_THAT_COMPILE:
-            pass_over_what_is_there()
+            freeze_what_is_there()
 
     def end(self) -> None:
+        """What the process had frozen before the run stays frozen, and then what the run froze does, too."""
+        self._steps = 0
         if self._is_first:
             gc.unfreeze()

@@ -28,7 +28,7 @@ from tandem.control.store import Store
 from tandem.control.tokens import attempt_secret, attempt_token
 from tandem.control.vault import wrap_all_again
 from tandem.errors import SpecError
-from tandem.io.garbage_collector import pass_over_what_is_there
+from tandem.io.garbage_collector import freeze_what_is_there
 from tandem.io.own_release import own_release
 from tandem.io.provenance import read_signer
 from tandem.job_types import Job, Need
@@ -85,7 +85,7 @@ def serve_control(
     door = None if assistant is None else assistant(lambda: served[0].url, plane.mirror.directory)
     service = control_service(plane, run, loop.close, requests_per_s=requests_per_s, assistant=door)
     app = create_app(service, token="", hosts=allowed_hosts(listen, url))
-    pass_over_what_is_there()
+    freeze_what_is_there()
     served.append(Server(app, listen, print, FastHttp))
     served[0].run()
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tandem.errors import RunFenced, SpecError
 from tandem.io import atomic_write
-from tandem.io.garbage_collector import PassingOver
+from tandem.io.garbage_collector import StageFreeze
 from tandem.io.jsonl import JsonlWriter, cut_back, salvage_jsonl
 from tandem.io.kept_samples import KeptSamples
 from tandem.obs.live_view import LiveView
@@ -76,7 +76,7 @@ class Run:
         self._log = logging.FileHandler(directory / "log.txt", encoding="utf-8")
         self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.tracking = Feed({})
-        self._collector = PassingOver()
+        self._freeze = StageFreeze()
         self.callbacks = Callbacks()
         self._callback_states: Mapping[str, Any] = earlier.get("callbacks", {}) if earlier is not None else {}
         self.kept: KeptSamples | None = None
@@ -108,6 +108,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._freeze.end()
         if error is None:
             self.event("done")
             self._set_state("succeeded")
@@ -124,7 +125,6 @@ class Run:
             logging.getLogger(__name__).error("the run ended", exc_info=(type(error), error, traceback))
             self._set_state("cancelled" if cancelled else "failed")
         self._watchdog.stop()
-        self._collector.end()
         self._report.close()
         self.callbacks.end(self.status)
         self.tracking.close()
@@ -151,6 +151,7 @@ class Run:
 
     def stage(self, name: str, steps: int, note: str = "") -> None:
         self.current_stage = name
+        self._freeze.end()
         self.event(name, steps=steps)
         self.progress.stage(name)
         self.view.stage(name, steps, note)
@@ -169,7 +170,7 @@ class Run:
         if time.monotonic() - self._status_written > _STATUS_EVERY_S:
             self._write_status()
         self._report.step()
-        self._collector.stepped()
+        self._freeze.stepped()
 
     def state(self) -> dict[str, Any]:
         """Return the size of each file and the fields of status.json, for a checkpoint."""

@@ -234,6 +234,7 @@ class EmbeddedEngine:
         if (home := source.memory_for(dict(live_tensors(self._module)))) is not None:
             await self.sleep()
             self._holding.live_in(home)
+            self._weights_moved()
             await self.wake()
         reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
         reply["devices"] = [device_name(self._device)]
@@ -260,9 +261,7 @@ class EmbeddedEngine:
             await self._pause_for_update()
             phases.end("pause")
             served = self._holding.flip(staged)
-            for each in (self.steps, self.prompts):
-                if each is not None:
-                    each.graphs.weights_at(self._holding.addresses())
+            self._weights_moved()
             self._forget(old)
             self.version = weights.version
             phases.end("apply")
@@ -270,6 +269,11 @@ class EmbeddedEngine:
             self._draining = False
             await self.wake()  # even after a refusal: requests in flight continue with the old version
         return Served(self.version, served, (self.boot_id,), self.cache_epoch, phases.seconds)
+
+    def _weights_moved(self) -> None:
+        for each in (self.steps, self.prompts):
+            if each is not None:
+                each.graphs.weights_at(self._holding.addresses())
 
     async def _pause_for_update(self) -> None:
         if self._on_update == "finish" and self._awake.is_set():
@@ -450,7 +454,7 @@ class EmbeddedEngine:
         """Return the logits after each request's prompt."""
         first = self._cache.num_rows = len(self._running)
         width = 0 if self.prompts is None else self.prompts.width_for(wave)
-        if width and (first + 1) * max(width + 1, self._longest()) <= self._kv_positions:
+        if width and (first + 1) * self._length_alone(wave[0], width) <= self._kv_positions:
             return self._prefill_alone(wave[0], width)
         wave.sort(key=lambda request: self._adapters.place(request.adapter))
         batch = PrefillBatch(wave, self._device)
@@ -462,8 +466,12 @@ class EmbeddedEngine:
         assert self.prompts is not None
         row, moved = self._cache.num_rows, self._adapters.moved if request.adapter else 0
         is_graph = self._adapters.plan([request.adapter], width)
-        self._cache.reserve(row + 1, max(width + 1, self._longest()))
+        self._cache.reserve(row + 1, self._length_alone(request, width))
         return self.prompts.run(row, request, width, adapters=moved, by_launches=not is_graph)
+
+    def _length_alone(self, request: QueuedRequest, width: int) -> int:
+        """The cache doubles at the widths, so one position more than is needed would move it, and drop its graphs."""
+        return max(width, len(request.prompt) + len(request.ids) + 1, self._longest())
 
     def _decode_step(self) -> Tensor:
         rows, adapters = len(self._running), [request.adapter for request in self._running]

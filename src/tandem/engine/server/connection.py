@@ -31,7 +31,7 @@ BEAT_S, BEAT_TIMEOUT_S, _BEATS_MISSED = 1.0, 1.5, 3
 STREAMS = 512  # open files are limited; later requests wait for a stream
 _STATUS_S = 5.0
 _TRIES = 3
-_ASKED = ("max_tokens", "temperature", "top_p", "top_k", "stop", "stop_ids", "seed", "urgent", "share")
+SENT = ("max_tokens", "temperature", "top_p", "top_k", "stop", "stop_ids", "seed", "urgent", "share")
 _LAST_WORDS_S = 0.2  # the exit code is known a moment after the connections broke
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Connection:
         self._http = HttpClient(url, headers=self._headers, most=STREAMS)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._closed = threading.Event()
-        self._loaded = False
+        self._loaded = self._tells_late = False
 
     async def open(self) -> Mapping[str, Any]:
         """Return its status; raise EngineLost if it does not answer."""
@@ -58,6 +58,7 @@ class Connection:
         if not isinstance(status.get("boot_id"), str):
             raise EngineError(f"engine: the server at {self.url} is not an engine of `tandem engine serve`")
         self.boot_id = status["boot_id"]
+        self._tells_late = bool(status.get("told_within_s"))
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(loop,), name="engine watch", daemon=True).start()
         return status
@@ -83,9 +84,8 @@ class Connection:
             )
         if others := [name for name in sampling.extras if name != "images"]:
             raise EngineError(f"engine: {others[0]}: {self.url} takes it on OpenAI's routes only")
-        asked = {name: getattr(sampling, name) for name in _ASKED}
-        # Only where they say something: a server of an earlier checkout does not know them.
-        if sampling.told_within_s:
+        asked = {name: getattr(sampling, name) for name in SENT}
+        if self._tells_late:  # a server of an earlier checkout refuses what it does not know
             asked["told_within_s"] = sampling.told_within_s
         if sampling.images:
             asked["images"] = [asdict(image) for image in sampling.images]

@@ -37,6 +37,7 @@ from tandem.types import Completion, PlacedImage, Sampling
 _LINES_PER_S = 500  # of all streams together; a line costs sender and receiver a third of a millisecond
 _MIN_FLUSH_S, _MAX_FLUSH_S = 0.02, 2.0
 _MAX_GENERATIONS, _MAX_URGENT = 16384, 16
+_LATEST_S = 60.0  # that a request may allow its lines to be late
 _MAX_LEASE_S, _MAX_DEADLINE_S = 3600.0, 3600.0
 
 
@@ -95,7 +96,7 @@ class SamplingBody(_EngineBody):
     seed: int = Field(default=0, ge=-(2**63), lt=2**64)
     urgent: bool = False
     share: str = Field(default="", max_length=256)
-    told_within_s: float = Field(default=0.0, ge=0, le=60)
+    told_within_s: float = Field(default=0.0, ge=0, le=_LATEST_S)
     """Lines of tokens may come this much later than sampled: for a caller that only needs to know that the engine
     lives."""
     images: list[ImageBody] = Field(default=[], max_length=1024)
@@ -155,7 +156,7 @@ class _EngineApi:
         self.running = 0
 
     async def status(self) -> JSONResponse:
-        return JSONResponse(self.control.status())
+        return JSONResponse({**self.control.status(), "told_within_s": _LATEST_S})
 
     @speaks(GenerateBody, answers=(LINES,))
     async def generate(self, request: Request) -> Response:

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 
 from tandem.errors import SpecError
 from tandem.io import atomic_write
-from tandem.io.garbage_collector import pass_over_what_is_there
+from tandem.io.garbage_collector import freeze_what_is_there
 from tandem.serve.http.h11_protocol import PlainHttp
 
 _GRACE_S = 5  # for open responses to end before they are cut; with closing the service it ends within 10 s of SIGTERM
@@ -177,5 +177,5 @@ def serve_forever(
     http: type[asyncio.Protocol] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; return within 10 s after it."""
-    pass_over_what_is_there()  # otherwise every request is delayed again and again
+    freeze_what_is_there()  # otherwise every request is delayed again and again
     Server(app, listen, tell, http).run()
