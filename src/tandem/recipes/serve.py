@@ -192,8 +192,8 @@ def serve_engine(
             _publish(standalone.model, standalone.engine, version)
         open_source = weight_sources.open_source
         if (model := standalone.model) is not None and model.device.type == "cuda":
-            # Files are read straight to the GPU, which digests them. On the CPU that took 8 s for 269 MB, where each of
-            # three processes on 32 cores had as many threads.
+            # Files are read straight to the GPU, which digests them. To map 269 MB and digest them on the CPU took 8 s
+            # beside two ranks, on 32 cores.
             open_source = partial(open_source, device=model.device)
         service = engine_service(
             standalone.engine,
