@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from real_tables import share
-from real_tasks import Asked, RealTask
+from real_tasks import OF_THE_MACHINE, Asked, RealTask
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.types import Task
@@ -286,7 +286,8 @@ def measure(asked: Asked) -> dict[str, Any]:
         "train_s": done.seconds[-1], "start_s": done.start_s, "whole_s": done.whole_s, "asking_s": time.time() - began,
         "tokens": done.tokens[-1], "rewards": [round(each, 4) for each in done.rewards], "examples": examples,
         "seconds": [round(each, 2) for each in done.seconds],
-        **done.more, "gpu": torch.cuda.get_device_name() if asked.device == "cuda" else "cpu", "asked": asdict(asked),
+        **done.more, "gpu": torch.cuda.get_device_name() if asked.device == "cuda" else "cpu",
+        "asked": {name: value for name, value in asdict(asked).items() if name not in OF_THE_MACHINE},
     }  # fmt: skip
 
 

@@ -43,6 +43,10 @@ KINDS = {
 }  # fmt: skip
 
 
+OF_THE_MACHINE = ("model", "scratch", "vllm_python", "began")
+"""What a job is asked that says nothing of its result."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """What one job is to do."""

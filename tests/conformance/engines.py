@@ -161,6 +161,12 @@ async def one_after_another(engine: Any, asked: Sequence[Request], adapters: Seq
     return await asyncio.gather(*answers)
 
 
+def check_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    assert [each.ids for each in found] == [each.ids for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+
+
 def adapter_of(module: Any, seed: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     tensors = dict[str, torch.Tensor]()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from engines import ARCHITECTURES, complete, make_engine, of_many_lengths
+from engines import ARCHITECTURES, check_same, complete, make_engine, of_many_lengths
 
 from tandem.ops import decode_attention
 
@@ -23,9 +22,7 @@ def test_steps_without_masks_sample_the_same(name: str):
     assert engine.steps.why_masked == why
     assert engine.steps.report == {"requested": "graphs", "engaged": False, "why_not": why or "graphs are for GPUs"}
     assert engine.prompts.report == {"requested": "graphs", "engaged": False, "why_not": "graphs are for GPUs"}
-    assert [each.ids for each in found] == [each.ids for each in expected]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+    check_same(found, expected)
 
 
 def test_steps_are_filled_up_to_few_numbers_of_rows_and_to_no_more_than_there_are():

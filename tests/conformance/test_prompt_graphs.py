@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ARCHITECTURES, Request, adapter_of, finish, make_engine, one_after_another, prompts
+from engines import ARCHITECTURES, Request, adapter_of, check_same, finish, make_engine, one_after_another, prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -68,12 +68,6 @@ def asked_for(*lengths: int, tokens: int = 6) -> list[Request]:
         (prompt, Sampling(tokens + number % 5, temperature=1.0, seed=number))
         for number, prompt in enumerate(prompts(*lengths))
     ]
-
-
-def check_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    assert [each.ids for each in found] == [each.ids for each in expected]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-gqa", "mistral-sliding", "gemma3-mixed", "gpt2", "granite-scaled"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import SpecError
-from tandem.runs.planner.model_shape import NoPlan, read_config, read_shape
+from tandem.runs.planner.model_shape import NoPlan, read_config, shape_of
 from tandem.spec import hardware
 from tandem.spec.model import SEEING, ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, RunSpec
@@ -44,19 +45,22 @@ def of_model(
 
 def sees_images(spec: RunSpec) -> bool:
     """Return whether the run's model sees, from its config alone."""
-    if isinstance(spec.model, PresetModel):
-        return False
-    with suppress(NoPlan):  # its loader says what is wrong with the config
-        return read_config(spec.model.path, spec.model.revision).get("model_type") == SEEING
-    return False
+    return _config(spec).get("model_type") == SEEING
+
+
+def _config(spec: RunSpec) -> Mapping[str, Any]:
+    if not isinstance(spec.model, PresetModel):
+        with suppress(NoPlan):  # its loader says what is wrong with the config
+            return read_config(spec.model.path, spec.model.revision)
+    return {}
 
 
 def choose(spec: RunSpec, machine: hardware.Hardware) -> tuple[RunSpec, list[hardware.HardwareChoice]]:
     """Choose what the spec leaves out. SpecError for what does not support its model, before anything is loaded."""
-    sees, weights = sees_images(spec), 0
-    if isinstance(spec, RlSpec) and machine.vllm and spec.left_out("engine.kind"):
-        with suppress(NoPlan):
-            weights = read_shape(spec.model).total
+    config, weights = _config(spec), 0
+    sees = config.get("model_type") == SEEING
+    with suppress(NoPlan):
+        weights = shape_of(config, "model.path").total
     found = hardware.choose(spec, machine, sees=sees, weights=weights)
     refuse_unsupported(found[0], sees)
     return found
