@@ -1,9 +1,13 @@
 """GRPO with several ranks and engines, as a user starts it: `python benchmarks/gpu/grpo_ranks.py --shape qwen3-8b`.
 
 `tandem train` on a random checkpoint of the shape: `--ranks` GPUs train, the next `--replicas` x `--tensor-parallel`
-serve through vLLM, and `broadcast` carries every version from all ranks to all engines. Each `--lag` is a run of its
-own. Of the run's own metrics and ledger, medians after WARM steps: the step and its parts, how long requests waited for
-a version and how long it took in all, without the canary. Details go to $OUT.
+serve through vLLM, and `broadcast` carries every version from all ranks to all engines. With `--bridge shared` the
+ranks train in the memory of as many tensor-parallel workers, on the same GPUs. Each `--lag` is a run of its own. Of the
+run's own metrics and ledger, medians after WARM steps: the step and its parts, how long requests waited for a version
+and how long it took in all, without the canary. Details go to $OUT.
+
+`--task chain_sum` (or another of real_tasks.py) with `--checkpoint` of a pretrained model: the reward of each step then
+says whether it learns.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 
 import torch
 from ranks import Started
+from real_tasks import KINDS
 from standing import ask_for_checkpoint, checkpoint_of
 
 from tandem.build import standalone_engines
@@ -28,22 +33,27 @@ WARM = 3
 
 
 def spec_of(asked: argparse.Namespace, checkpoint: Path, lag: int) -> dict[str, Any]:
-    engines = asked.replicas * asked.tensor_parallel
+    engines, here = asked.replicas * asked.tensor_parallel, Path(__file__)
+    environment: dict[str, Any] = {"name": str(here.with_name("vowels.py"))}
+    if asked.task:
+        environment = {"name": f"{here.with_name('real_tasks.py')}:RealTask", "params": {"kind": asked.task}}
+    first = 0 if asked.bridge == "shared" else asked.ranks
     return {
         "recipe": "rl", "name": "grpo", "deterministic": False,
         "model": {
             "path": str(checkpoint), "attention": "packed", "compile": asked.compile, "activations": asked.activations,
         },
         "precision": {"weights": "bfloat16"}, "parallel": {"ranks": asked.ranks, "deadline_s": 240.0},
-        "environment": {"name": str(Path(__file__).with_name("vowels.py"))},
+        "environment": environment,
         "engine": {
-            "kind": "vllm", "python": asked.python, "gpus": list(range(asked.ranks, asked.ranks + engines)),
+            "kind": "vllm", "python": asked.python, "gpus": list(range(first, first + engines)),
             "replicas": asked.replicas, "tensor_parallel": asked.tensor_parallel, "eager": asked.eager,
-            "memory_share": asked.memory_share, "max_context": asked.tokens + 512, "max_running": 8 * asked.groups,
+            "memory_share": asked.memory_share, "max_context": asked.tokens + 512,
+            "max_running": asked.group_size * asked.groups,
         },
-        "sync": {"bridge": "broadcast", "deadline_s": 240.0},
+        "sync": {"bridge": asked.bridge, "deadline_s": 240.0},
         "train": {
-            "steps": asked.steps, "lr": 1e-6, "groups_per_step": asked.groups, "group_size": 8,
+            "steps": asked.steps, "lr": asked.lr, "groups_per_step": asked.groups, "group_size": asked.group_size,
             "max_tokens": asked.tokens, "max_lag": lag, "replace_equal_groups": 0, "max_logprob_gap": 0.3,
             "micro_tokens": asked.micro_tokens, "optimizer": {"kind": asked.optimizer},
         },
@@ -89,6 +99,7 @@ def told(asked: argparse.Namespace, row: dict[str, Any]) -> str:
         f"{row['imbalance']:.3f}\n  {row['proofs']} versions {row['verified']}, {row['bytes'] / 1e9:.1f} GB: paused "
         f"{statistics.median(paused):.1f} ms ({paused[0]:.1f}-{paused[-1]:.1f}), in all {statistics.median(sync):.1f} "
         f"ms ({sync[0]:.1f}-{sync[-1]:.1f}); gap {row['gap']:.4f}\n"
+        f"  rewards {[round(each, 3) for each in row['rewards']]}\n"
         f"  { ({name: round(ms, 1) for name, ms in row['phases_ms'].items()}) }"
     )
 
@@ -102,6 +113,10 @@ def main() -> None:
     parser.add_argument("--lag", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--bridge", default="broadcast", choices=["broadcast", "shared"])
+    parser.add_argument("--task", default="", choices=["", *KINDS])
+    parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--optimizer", default="adamw_8bit")
     parser.add_argument("--activations", default="selective")
