@@ -179,6 +179,7 @@ def history(home: Path, *, lengths: str, tokens: float, peak: float, train_s: fl
     (home / "plan.json").write_text(json.dumps(whole))
     (home / "status.json").write_text("{}")
     row = {"step": 1, "stage": "train", "memory/peak": peak, "tokens/computed": tokens, "time/train_s": train_s}
+    row["time/generate_s"] = 0.5
     (home / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     return read_history(home)
 
@@ -196,6 +197,16 @@ def test_what_means_the_same_is_compared(tmp_path):
     assert (memory.planned, memory.off_by, tokens.off_by, seconds.off_by) == ("10", "+25 %", "+0 %", "+50 %")
     far, *_, slow = against_plan(history(tmp_path, lengths="read", tokens=1000.0, peak=0.2, train_s=12.0))
     assert (far.off_by, slow.off_by) == ("50.0 times", "1/4.0 of it")
+
+
+def test_rollouts_that_a_step_does_not_wait_for_are_not_compared_with_its_wait(tmp_path):
+    def compared(step_s: float) -> list[str]:
+        times = {"rollout_s": 4.0, "train_s": 3.0, "step_s": step_s}
+        found = against_plan(history(tmp_path, lengths="read", tokens=1000.0, peak=8.0, times=times))
+        return [each.what for each in found if each.what.endswith(", s")]
+
+    assert compared(7.2) == ["rollouts, s", "training, s"]
+    assert compared(4.2) == ["training, s"]
 
 
 def test_a_cpu_s_memory_is_its_process_s_unless_something_else_was_there_before(tmp_path):

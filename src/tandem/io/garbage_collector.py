@@ -23,15 +23,22 @@ class StageFreeze:
     trainer and optimizer lie in cycles, which are not freed before."""
 
     def __init__(self) -> None:
-        self._steps, self._is_first = 0, gc.get_freeze_count() == 0
+        self._steps = 0
 
     def stepped(self) -> None:
         self._steps += 1
         if self._steps == _STEPS_THAT_COMPILE:
             freeze_what_is_there()
 
+    def next_stage(self) -> None:
+        """Unfreeze, and free what the stage left before the next one needs that memory."""
+        if self._steps >= _STEPS_THAT_COMPILE:
+            self.end()
+            gc.collect()
+
     def end(self) -> None:
-        """What the process had frozen before the run stays frozen, and then what the run froze does, too."""
-        self._steps = 0
-        if self._is_first:
+        """Unfreeze everything. What was frozen before the run cannot be told apart: Python 3.12 itself starts with some
+        hundred frozen objects."""
+        if self._steps >= _STEPS_THAT_COMPILE:
             gc.unfreeze()
+        self._steps = 0

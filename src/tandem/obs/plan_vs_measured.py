@@ -49,9 +49,11 @@ def against_plan(history: History) -> list[Beside]:
     expected, computed = number(work.get("step_tokens")), _median(rows, "tokens/computed")
     found += _row("tokens of a step", expected, computed, compared=not assumed)
     alike = bool(expected and computed and abs(expected / computed - 1) <= _ALIKE) and plan.get("gpu") != "cpu"
-    times = _table(plan.get("times"))
+    times = {planned: number(_table(plan.get("times")).get(planned)) or 0.0 for planned, _, _ in _SECONDS}
+    if times["step_s"] < times["rollout_s"] + times["train_s"]:  # rollouts of a lag: a step only waits for the rest
+        times["rollout_s"] = 0.0
     for planned, measured, name in _SECONDS:
-        if seconds := number(times.get(planned)):
+        if seconds := times[planned]:
             found += _row(f"{name}, s", seconds, _median(rows, measured), compared=alike)
     return found
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,7 +86,7 @@ def run(
     # Before torch is imported: missing files and wrong environment parameters are refused at once.
     _refuse_missing(spec)
     spec = spec.in_place()  # absolute paths: the run may be resumed from another directory
-    with own_code.session(objects.by_name()), ready_packages(spec) as packages:
+    with own_code.session(objects.by_name()), ready_packages(spec) as packages, _gpu_given_back():
         _check_own_code(spec)
         played = _environment(spec, packages)
         spec, chosen = sight.choose(spec, this_machine(spec.device))
@@ -92,6 +94,19 @@ def run(
         begin(directory, to_toml(spec), None if packages is None else packages.directory)
         lease = DirectoryLease(directory)
         return _run(spec, lease, directory, played, view or LiveView(spec.name), chosen=chosen, rehearse=rehearse)
+
+
+@contextmanager
+def _gpu_given_back() -> Iterator[None]:
+    """Afterwards the process has no more of a GPU than before: weights and moments of a run lie in cycles, and a notebook
+    goes on to another run, whose engine may be a process of its own."""
+    try:
+        yield
+    finally:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def _check_own_code(spec: RunSpec) -> None:
@@ -148,7 +163,7 @@ def resume(
                 hosts = spec.parallel.hosts
             spec = on_ranks(spec, ranks or spec.parallel.ranks, hosts)
             objects = Objects(environment, algorithm, optimizer, callbacks, trackers)
-            with own_code.session(objects.by_name()):
+            with own_code.session(objects.by_name()), _gpu_given_back():
                 try:
                     sight.refuse_unsupported(spec, sight.sees_images(spec))
                     check_same(spec, objects)

@@ -151,7 +151,7 @@ class Run:
 
     def stage(self, name: str, steps: int, note: str = "") -> None:
         self.current_stage = name
-        self._freeze.end()
+        self._freeze.next_stage()
         self.event(name, steps=steps)
         self.progress.stage(name)
         self.view.stage(name, steps, note)

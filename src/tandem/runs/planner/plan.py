@@ -224,12 +224,12 @@ def _engine_apart(spec: RunSpec) -> bool:
 
 def _trainer(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
     """Up to the last step, which is when the run looks: not what is saved and exported afterwards."""
+    apart = _engine_apart(spec)
     if not target.on_gpu:
-        own = _engine_apart(spec)
         steps = (phase for phase in found if phase.name not in ("save", "export"))
-        return max(phase.peak_gib - phase.parts.get("engine", 0.0) * own for phase in steps)
+        return max(phase.peak_gib - phase.parts.get("engine", 0.0) * apart for phase in steps)
     train = next(phase for phase in found if phase.name == "train")
-    return train.peak_gib - train.parts.get("engine", 0.0) - target.context_gib
+    return train.peak_gib - train.parts.get("engine", 0.0) * apart - target.context_gib
 
 
 def _parameters(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
