@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--memory-share", type=float, default=0.6)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: vLLM starts sooner, and decodes slower")
-    parser.add_argument("--deadline-s", type=float, default=60.0, help="of a version")
+    parser.add_argument("--deadline-s", type=float, default=30.0, help="of a version")
     parser.add_argument("--limit-s", type=float, default=560.0, help="of the whole run")
     parser.add_argument("--python", default=standalone_engines.default_python())
     asked = parser.parse_args()
