@@ -149,8 +149,10 @@ class Run:
             return serve, "tandem engine serve"
         named = {pid: name_of(pid) for pid, _ in family_of(serve)}
         if not (known := [pid for pid, name in named.items() if any(word in name for word in BELOW)]):
-            raise Failed(f"engine {number}: no process of vLLM's below {serve}: {named}")
-        return known[-1], named[known[-1]].split()[0]
+            known = [pid for pid, name in named.items() if "resource_tracker" not in name]
+        if not known:
+            raise Failed(f"engine {number}: no process below {serve}: {named}")
+        return known[-1], (named[known[-1]].split() or ["?"])[0]
 
     def kill(self, number: int, below: bool) -> dict[str, Any]:
         before, out = self.ledger(), self.left_out()
@@ -270,12 +272,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0, help="of the instants and the engines")
     parser.add_argument("--apart-s", type=float, default=8.0, help="the most between an engine that joined and a kill")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--pause-s", type=float, default=6.0, help="the most that an answer waits until the last kill")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--max-lag", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--memory-share", type=float, default=0.6)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: vLLM starts sooner, and decodes slower")
     parser.add_argument("--deadline-s", type=float, default=30.0, help="of a version")

@@ -50,8 +50,8 @@ class ServedBy:
             of_sample = (tokens.sample_T == sample) & tokens.mask_T
             versions = tokens.versions_T[of_sample].tolist()
             boots = self._boots.get((tuple(tokens.ids_T[of_sample].tolist()), tuple(versions)), {NOBODY})
-            for boot in boots:
-                served.update((boot, version) for version in versions)
+            # Two engines may have given the same short answer: then both must have proven its version.
+            served.update(("+".join(sorted(boots)), version) for version in versions)
         rows = [(boot, version, count) for (boot, version), count in sorted(served.items())]
         self._write(
             step=step.version, tasks=groups_of(tokens.task_ids, tokens.group_S.tolist()), served=rows,
@@ -97,11 +97,11 @@ def unproven_tokens(steps: list[Row], ledger: list[Row], max_lag: int) -> tuple[
     for row in steps:
         made = first.get(row["step"], len(ledger))  # the step was trained before its version was published
         total["tokens"] += row["tokens"]
-        for boot, version, count in row["served"]:
-            unproven = proven.get((boot, version), made) >= made
+        for boots, version, count in row["served"]:
+            unproven = any(proven.get((boot, version), made) >= made for boot in boots.split("+"))
             if unproven or row["step"] - 1 - version > max_lag:
                 why = "without a proof before" if unproven else "too old"
-                odd.append(f"step {row['step']}: {count} tokens of version {version} by {boot[:8]}: {why}")
+                odd.append(f"step {row['step']}: {count} tokens of version {version} by {boots[:8]}: {why}")
                 total["odd"] += count
         if sum(count for *_, count in row["served"]) != row["tokens"]:
             odd.append(f"step {row['step']}: {row['tokens']} tokens are trained, and others were served")
