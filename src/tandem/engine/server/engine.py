@@ -89,6 +89,7 @@ class ServerEngine:
         self._serving = asyncio.Event()
         self._serving.set()
         self._renewing: asyncio.Task[None] | None = None
+        self._finding: asyncio.Task[Connection] | None = None
 
     @property
     def version(self) -> int:
@@ -124,6 +125,9 @@ class ServerEngine:
             raise SyncError("engine: this bridge works within one process, and the engine is in another")
         await self._stop_renewing()
         self._make_room()
+        finding, self._finding = self._finding, None
+        if finding is not None:
+            await finding  # raises why it did not start
         connection = await self._connected()
         if connection.boot_id != self._loaded_boot:
             self._serving.clear()
@@ -178,8 +182,20 @@ class ServerEngine:
             if not connection.left:
                 return
 
+    async def found(self) -> None:
+        """Return once the lost server answers again, or cannot; start an owned process. A trainer waits for `attach`,
+        and not for this: other engines sample and get versions meanwhile."""
+        if self._pauses:  # it starts in `attach`, when the trainer has made room
+            return
+        if self._finding is None:
+            self._finding = asyncio.create_task(self._connected(), name="engine start")
+        await asyncio.wait([self._finding])  # does not cancel it: the start is on a thread, and goes on
+
     async def close(self) -> None:
         await self._stop_renewing()
+        if self._finding is not None:
+            self._finding.cancel()
+            await asyncio.gather(self._finding, return_exceptions=True)
         if self._connection is not None:
             await self._connection.close()
         if self._process is not None:
