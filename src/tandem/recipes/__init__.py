@@ -98,8 +98,8 @@ def run(
 
 @contextmanager
 def _gpu_given_back() -> Iterator[None]:
-    """Afterwards the process has no more of a GPU than before: weights and moments of a run lie in cycles, and a notebook
-    goes on to another run, whose engine may be a process of its own."""
+    """Afterwards the process has no more of a GPU than before: weights and moments of a run lie in cycles, and a
+    notebook goes on to another run, whose engine may be a process of its own."""
     try:
         yield
     finally:
