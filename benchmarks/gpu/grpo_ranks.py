@@ -37,14 +37,17 @@ def spec_of(asked: argparse.Namespace, checkpoint: Path, lag: int) -> dict[str, 
     environment: dict[str, Any] = {"name": str(here.with_name("vowels.py"))}
     if asked.task:
         environment = {"name": f"{here.with_name('real_tasks.py')}:RealTask", "params": {"kind": asked.task}}
+    optimizer: dict[str, Any] = {"kind": asked.optimizer}
+    if ":" in asked.optimizer:
+        optimizer = {"kind": "own", "name": str(here.with_name(asked.optimizer)), "state_bytes": 0.0}
     first = 0 if asked.bridge == "shared" else asked.ranks
     return {
         "recipe": "rl", "name": "grpo", "deterministic": False,
         "model": {
             "path": str(checkpoint), "attention": "packed", "compile": asked.compile, "activations": asked.activations,
         },
-        "precision": {"weights": "bfloat16"}, "parallel": {"ranks": asked.ranks, "deadline_s": 240.0},
-        "environment": environment,
+        "precision": {"weights": "bfloat16", "master": asked.master},
+        "parallel": {"ranks": asked.ranks, "deadline_s": 240.0}, "environment": environment,
         "engine": {
             "kind": "vllm", "python": asked.python, "gpus": list(range(first, first + engines)),
             "replicas": asked.replicas, "tensor_parallel": asked.tensor_parallel, "eager": asked.eager,
@@ -55,7 +58,7 @@ def spec_of(asked: argparse.Namespace, checkpoint: Path, lag: int) -> dict[str, 
         "train": {
             "steps": asked.steps, "lr": asked.lr, "groups_per_step": asked.groups, "group_size": asked.group_size,
             "max_tokens": asked.tokens, "max_lag": lag, "replace_equal_groups": 0, "max_logprob_gap": 0.3,
-            "micro_tokens": asked.micro_tokens, "optimizer": {"kind": asked.optimizer},
+            "micro_tokens": asked.micro_tokens, "optimizer": optimizer,
         },
         "eval": {"tasks": 8}, "checkpoint": {"every": 0},
     }  # fmt: skip
@@ -118,7 +121,8 @@ def main() -> None:
     parser.add_argument("--task", default="", choices=["", *KINDS])
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--optimizer", default="adamw_8bit")
+    parser.add_argument("--optimizer", default="adamw_8bit", help="or sign_sgd.py:SignSgd, which keeps no state")
+    parser.add_argument("--master", default="split")
     parser.add_argument("--activations", default="selective")
     parser.add_argument("--micro-tokens", type=int, default=12288)
     parser.add_argument("--memory-share", type=float, default=0.8)
