@@ -270,6 +270,8 @@ def test_every_table_of_figures_has_a_picture_of_its_numbers():
     assert len(drawn) == sum(table.asked.startswith("<!-- picture:") for table in tables), "two of one name"
     for name, picture in drawn.items():
         widths = [float(width) for width in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', picture)]
+        if places := [float(place) for place in re.findall(r'<circle cx="([\d.]+)"', picture)]:  # of curves
+            widths = [max(places) - min(places), *(place - min(places) for place in places)]
         assert max(widths) > 100, name
         assert len(widths) > 1, name
         ElementTree.fromstring(picture)
