@@ -87,7 +87,7 @@ class Ways:
         self.told = 0
 
     async def run(self, index: int, seed: int) -> Completion:
-        sampling = Sampling(max_tokens=self.tokens, temperature=1.0, seed=seed)
+        sampling = Sampling(max_tokens=self.tokens, temperature=1.0, seed=seed, told_within_s=10.0)  # as a run's
         return await self.engine.generate(prompt_of(index, seed, self.num_ids), sampling, on_token=self._tell)
 
     def _tell(self, *_: Any) -> None:

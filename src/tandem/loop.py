@@ -9,6 +9,7 @@ Synchronous RL, asynchronous RL and supervised training all run this loop; they 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -72,9 +73,11 @@ async def run_loop(
     call: Call = asyncio.to_thread,
     checkpointer: Checkpointer = _NO_CHECKPOINTS,
     look_over: Callable[[Sequence[Group]], Awaitable[None]] | None = None,
+    max_lag: float = math.inf,
 ) -> None:
     """Train until the trainer's version is `last_version`; the engine holds that version when this returns.
-    `look_over`: awaited with the groups of each step before they are packed; a served teacher scores them then."""
+    `look_over`: awaited with the groups of each step before they are packed; a served teacher scores them then.
+    `max_lag`: an older token ends the run; without it, somebody else decides what may be trained on."""
     named_producers = {f"producer-{number}": each for number, each in enumerate(producers)}
     checkpointer.begin(trainer, {"store": store, "publisher": publisher, **named_producers}, last_version)
     await publisher.ensure_served(trainer)
@@ -91,7 +94,7 @@ async def run_loop(
             if look_over is not None:
                 await look_over(groups)
             taken = time.perf_counter()
-            publisher.check(groups)
+            publisher.check(groups, trainer.version - max_lag)
             checkpointer.step_started()
             async with publisher.resting(trainer):
                 metrics = await call(trainer.step, make_batch(groups, trainer.version))

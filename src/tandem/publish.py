@@ -138,8 +138,9 @@ class Publisher:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._proven.update(state["proven"])
 
-    def check(self, groups: Sequence[Group]) -> None:
-        """Refuse a batch with a token of a version that has no proof."""
+    def check(self, groups: Sequence[Group], oldest: float = 0) -> None:
+        """Refuse a batch with a token of a version that has no proof, or one before `oldest`: an engine that lost its
+        weights goes back to the first ones, which were proven once."""
         trajectories = [each for group in groups for each in group]
         versions = {version for each in trajectories for version in each.versions if version >= 0}
         if odd := next((each for each in trajectories if each.num_unstamped), None):
@@ -151,6 +152,11 @@ class Publisher:
             raise SyncError(
                 f"sync: a batch holds tokens of version {missing[0]}, and nothing proves that an engine served it; "
                 f"the last proofs are of {sorted(self._proven)[-3:]}"
+            )
+        if versions and min(versions) < oldest:
+            raise SyncError(
+                f"sync: a batch holds tokens of version {min(versions)}; train.max_lag allows none before {oldest}: "
+                "old weights were served, or groups came out of order"
             )
 
     @asynccontextmanager

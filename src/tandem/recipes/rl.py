@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Mapping
 from functools import partial
@@ -38,6 +39,7 @@ from tandem.spec.algorithm import DistillSpec
 from tandem.spec.data import Demonstrations
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.environment import MIX, EnvironmentSpec
+from tandem.spec.rollouts import AtroposRollouts
 from tandem.spec.run import RlSpec
 from tandem.spec.train import WarmupStage
 from tandem.types import Batch, Group, Metrics, Sampling, Task
@@ -259,6 +261,7 @@ class RlRun:
                 call=self.call,
                 checkpointer=self.checkpointer,
                 look_over=self._teacher.score if self._teacher else None,
+                max_lag=math.inf if isinstance(spec.rollouts, AtroposRollouts) else stage.max_lag,
             )
             trainer.finish()
         except NothingLearned as error:
