@@ -77,7 +77,7 @@ async def run_loop(
 ) -> None:
     """Train until the trainer's version is `last_version`; the engine holds that version when this returns.
     `look_over`: awaited with the groups of each step before they are packed; a served teacher scores them then.
-    `max_lag`: an older token ends the run; without it, somebody else decides what may be trained on."""
+    `max_lag`: an older token ends the run. Infinite where posts from outside decide what is trained on."""
     named_producers = {f"producer-{number}": each for number, each in enumerate(producers)}
     checkpointer.begin(trainer, {"store": store, "publisher": publisher, **named_producers}, last_version)
     await publisher.ensure_served(trainer)
