@@ -178,6 +178,39 @@ def test_a_lost_engine_that_cannot_start_again_says_so_where_it_is_attached(tmp_
     play(work)
 
 
+def test_an_attach_that_is_cancelled_leaves_the_start_that_it_waited_for_to_the_next_one(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    go_on.set()
+
+    def slow(model: str, version: int, ready_file: Path) -> list[str]:
+        assert go_on.wait(60)
+        return command(model, version, ready_file)
+
+    async def work() -> None:
+        place = Owned(slow, str(tmp_path), tmp_path, start_deadline_s=30, max_restarts=1)
+        async with closing(ServerEngine(place, deadline_s=10)) as engine:
+            source = Source(tmp_path)
+            await engine.attach(source)
+            os.kill(pid_of(tmp_path), signal.SIGKILL)
+            await engine.lost()
+            go_on.clear()
+            finding = asyncio.create_task(engine.found())
+            attaching = asyncio.create_task(engine.attach(source))
+            await asyncio.sleep(0.3)
+            attaching.cancel()
+            await asyncio.wait([attaching])
+            assert attaching.cancelled()
+            assert not finding.done()
+            go_on.set()
+            await engine.attach(source)  # it was started once: max_restarts is 1
+            await finding
+
+    try:
+        play(work)
+    finally:
+        go_on.set()
+
+
 def test_an_event_loop_that_stands_still_is_no_lost_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "BEAT_S", 0.4)
     monkeypatch.setattr(connection, "BEAT_TIMEOUT_S", 0.6)
