@@ -211,6 +211,26 @@ def test_an_attach_that_is_cancelled_leaves_the_start_that_it_waited_for_to_the_
         go_on.set()
 
 
+def test_a_lost_engine_starts_when_its_caller_has_made_room(tmp_path: Path) -> None:
+    rooms = list[bool]()
+
+    def noted(model: str, version: int, ready_file: Path) -> list[str]:
+        rooms.append(False)
+        return command(model, version, ready_file)
+
+    async def work() -> None:
+        place = Owned(noted, str(tmp_path), tmp_path, start_deadline_s=30)
+        async with closing(ServerEngine(place, deadline_s=10, make_room=lambda: rooms.append(True))) as engine:
+            await engine.attach(Source(tmp_path))
+            os.kill(pid_of(tmp_path), signal.SIGKILL)
+            await engine.lost()
+            rooms.clear()
+            await engine.found()
+            assert rooms == [True, False]
+
+    play(work)
+
+
 def test_an_event_loop_that_stands_still_is_no_lost_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "BEAT_S", 0.4)
     monkeypatch.setattr(connection, "BEAT_TIMEOUT_S", 0.6)

@@ -186,6 +186,7 @@ class ServerEngine:
         if self._pauses:  # it starts in `attach`, when the trainer has made room
             return
         if self._finding is None:
+            self._make_room()
             self._finding = asyncio.create_task(self._connected(), name="engine start")
         await asyncio.wait([self._finding])  # does not cancel it: the start is on a thread, and goes on
 
