@@ -164,6 +164,18 @@ def test_a_killed_engine_of_a_pool_starts_at_once_while_the_other_gets_versions(
     play(work)
 
 
+def test_an_engine_without_a_trainer_is_found_each_time_that_it_is_lost(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with closing(owned(tmp_path)) as engine:
+            for starts in range(3):
+                assert (await engine.generate([1], SHORT)).versions == [0] * 5, starts
+                os.kill(pid_of(tmp_path), signal.SIGKILL)
+                await engine.lost()
+                await engine.found()
+
+    play(work)
+
+
 def test_a_lost_engine_that_cannot_start_again_says_so_where_it_is_attached(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(owned(tmp_path, max_restarts=0)) as engine:

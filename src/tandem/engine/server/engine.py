@@ -185,10 +185,13 @@ class ServerEngine:
         and not for this: other engines sample and get versions meanwhile."""
         if self._pauses:  # it starts in `attach`, when the trainer has made room
             return
-        if self._finding is None:
+        if self._finding is None or self._finding.done():  # done: lost again, and nothing attached it meanwhile
             self._make_room()
             self._finding = asyncio.create_task(self._connected(), name="engine start")
-        await asyncio.wait([self._finding])  # does not cancel it: the start is on a thread, and goes on
+        finding = self._finding
+        await asyncio.wait([finding])  # does not cancel it: the start is on a thread, and goes on
+        if not finding.cancelled():
+            finding.exception()  # seen: `attach` raises it, or the next start takes its place
 
     async def close(self) -> None:
         await self._stop_renewing()
