@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
+
+from tandem.io.process_identity import identity
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -32,19 +33,11 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def started_at(pid: int) -> str:
-    """Return when a process started, in ticks; empty if there is none, or only what its parent has not reaped."""
-    with suppress(OSError):
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state == "Z" else rest[18]
-    return ""
-
-
 def family_of(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield all processes below this one, nearer ones first: each one's id, and when it started."""
+    """Yield all processes below this one, nearer ones first: each one's id, and its identity (io/process_identity)."""
     level = children_of(pid)
     while level:
-        yield from ((each, started_at(each)) for each in level)
+        yield from ((each, identity(each)) for each in level)
         level = [child for each in level for child in children_of(each)]
 
 

@@ -40,9 +40,10 @@ from served_by import lost_groups, unproven_tokens
 from standing import checkpoint_of
 from vowels import Vowels
 
-from common import family_of, note, started_at, table
+from common import family_of, note, table
 from tandem.build import standalone_engines
 from tandem.io.jsonl import read_jsonl
+from tandem.io.process_identity import is_there
 from tandem.obs.sync_audit import audit_sync
 from tandem.recipes.random_checkpoints import SHAPES
 from tandem.rollout.producer import task_order
@@ -50,7 +51,7 @@ from tandem.rollout.producer import task_order
 OUT = Path(os.environ.get("OUT", "."))
 WARM, SEED, SIZE = 3, 0, 8
 BELOW = ("EngineCore", "VLLM::Worker")  # what vLLM calls its processes
-Process = tuple[int, str]  # its id, and when it started
+Process = tuple[int, str]  # its id, and its identity
 
 
 class Failed(Exception):
@@ -94,7 +95,7 @@ def name_of(pid: int) -> str:
 def left_of(family: set[Process], wait_s: float = 20.0) -> int:
     """Return how many of these have not ended in time, and end them."""
     until = time.monotonic() + wait_s
-    while (left := [pid for pid, start in family if start and started_at(pid) == start]) and time.monotonic() < until:
+    while (left := [pid for pid, process in family if is_there(process)]) and time.monotonic() < until:
         time.sleep(0.1)
     for pid in left:
         with suppress(ProcessLookupError):

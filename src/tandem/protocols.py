@@ -248,7 +248,7 @@ class StartingEngine(Protocol):
 class FindableEngine(Protocol):
     """An engine that can look for its lost server."""
 
-    async def found(self) -> None: ...                    # returns once the lost server answers again
+    async def found(self) -> None: ...                    # returns once the lost server answers again, or cannot
 
 
 class WeightSource(Protocol):

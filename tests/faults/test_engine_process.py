@@ -164,6 +164,18 @@ def test_a_killed_engine_of_a_pool_starts_at_once_while_the_other_gets_versions(
     play(work)
 
 
+def test_an_engine_without_a_trainer_is_found_each_time_that_it_is_lost(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with closing(owned(tmp_path)) as engine:
+            for starts in range(3):
+                assert (await engine.generate([1], SHORT)).versions == [0] * 5, starts
+                os.kill(pid_of(tmp_path), signal.SIGKILL)
+                await engine.lost()
+                await engine.found()
+
+    play(work)
+
+
 def test_a_lost_engine_that_cannot_start_again_says_so_where_it_is_attached(tmp_path: Path) -> None:
     async def work() -> None:
         async with closing(owned(tmp_path, max_restarts=0)) as engine:
@@ -174,6 +186,59 @@ def test_a_lost_engine_that_cannot_start_again_says_so_where_it_is_attached(tmp_
             await engine.found()
             with pytest.raises(EngineError, match=r"max_restarts = 0 restarts.*signal 9"):
                 await engine.attach(source)
+
+    play(work)
+
+
+def test_an_attach_that_is_cancelled_leaves_the_start_that_it_waited_for_to_the_next_one(tmp_path: Path) -> None:
+    go_on = threading.Event()
+    go_on.set()
+
+    def slow(model: str, version: int, ready_file: Path) -> list[str]:
+        assert go_on.wait(60)
+        return command(model, version, ready_file)
+
+    async def work() -> None:
+        place = Owned(slow, str(tmp_path), tmp_path, start_deadline_s=30, max_restarts=1)
+        async with closing(ServerEngine(place, deadline_s=10)) as engine:
+            source = Source(tmp_path)
+            await engine.attach(source)
+            os.kill(pid_of(tmp_path), signal.SIGKILL)
+            await engine.lost()
+            go_on.clear()
+            finding = asyncio.create_task(engine.found())
+            attaching = asyncio.create_task(engine.attach(source))
+            await asyncio.sleep(0.3)
+            attaching.cancel()
+            await asyncio.wait([attaching])
+            assert attaching.cancelled()
+            assert not finding.done()
+            go_on.set()
+            await engine.attach(source)  # it was started once: max_restarts is 1
+            await finding
+
+    try:
+        play(work)
+    finally:
+        go_on.set()
+
+
+def test_a_lost_engine_starts_when_its_caller_has_made_room(tmp_path: Path) -> None:
+    rooms = list[bool]()
+
+    def noted(model: str, version: int, ready_file: Path) -> list[str]:
+        rooms.append(False)
+        return command(model, version, ready_file)
+
+    async def work() -> None:
+        place = Owned(noted, str(tmp_path), tmp_path, start_deadline_s=30)
+        async with closing(ServerEngine(place, deadline_s=10, make_room=lambda: rooms.append(True))) as engine:
+            await engine.attach(Source(tmp_path))
+            os.kill(pid_of(tmp_path), signal.SIGKILL)
+            await engine.lost()
+            rooms.clear()
+            await engine.found()
+            assert rooms == [True, False]
 
     play(work)
 

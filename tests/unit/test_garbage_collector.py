@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,23 @@ def test_what_a_stage_leaves_is_freed_in_the_next_one(tmp_path: Path):
         assert gc.get_freeze_count() > 10_000
 
 
+def test_a_stage_of_one_step_is_freed_too_and_the_next_one_counts_its_own_steps(tmp_path: Path):
+    gc.disable()
+    try:
+        with run_in(tmp_path / "run") as run:
+            run.stage("warmup", 1)
+            trainer = OfWarmup()
+            left = weakref.ref(trainer)
+            run.record(1, {})
+            del trainer
+            run.stage("rl", 3)
+            assert left() is None
+            run.record(2, {})
+            assert gc.get_freeze_count() == 0, "its second step may compile"
+    finally:
+        gc.enable()
+
+
 def test_nothing_stays_frozen_after_a_run_that_another_process_took_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -82,29 +101,63 @@ def test_nothing_stays_frozen_after_a_run_that_another_process_took_over(
     assert gc.get_freeze_count() == 0
 
 
-def test_after_a_run_its_trainer_is_gone_and_the_gpu_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    trainers: list[weakref.ref[PolicyTrainer]] = []
-    left_when_emptied: list[bool] = []
-    made = PolicyTrainer.__init__
+class OnGpu:
+    """Runs that take this CPU for a GPU. Only they free what lies in cycles."""
 
-    def seen(self: PolicyTrainer, *given: Any, **more: Any) -> None:
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.trainers: list[weakref.ref[PolicyTrainer]] = []
+        self.left: list[int] = []
+        """How many trainers were there, each time that the GPU was given back."""
+        self.before: list[int] = []
+        """How many were there as the next one was made."""
+        (home / "rows.jsonl").write_text('{"prompt": "Say a.", "completion": "a"}\n' * 12)
+
+    def run(self, name: str) -> None:
+        spec = {
+            "recipe": "sft", "model": {"preset": "tiny"},
+            "data": {"kind": "file", "path": str(self.home / "rows.jsonl")},
+            "train": {"steps": 3, "lr": 1e-3, "batch_size": 2}, "eval": {"examples": 2}, "checkpoint": {"every": 0},
+        }  # fmt: skip
+        tandem.run(tandem.parse_spec(spec), self.home / name)
+
+    def there(self) -> int:
+        return sum(trainer() is not None for trainer in self.trainers)
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnGpu]:
+    seen, made = OnGpu(tmp_path), PolicyTrainer.__init__
+
+    def noted(self: PolicyTrainer, *given: Any, **more: Any) -> None:
+        seen.before.append(seen.there())
         made(self, *given, **more)
-        trainers.append(weakref.ref(self))
+        seen.trainers.append(weakref.ref(self))
 
-    monkeypatch.setattr(PolicyTrainer, "__init__", seen)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left_when_emptied.append(trainers[-1]() is not None))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "Say a.", "completion": "a"}\n' * 12)
-    spec = {
-        "recipe": "sft", "model": {"preset": "tiny"}, "data": {"kind": "file", "path": str(tmp_path / "rows.jsonl")},
-        "train": {"steps": 3, "lr": 1e-3, "batch_size": 2}, "eval": {"examples": 2}, "checkpoint": {"every": 0},
-    }  # fmt: skip
-    gc.disable()  # what is freed is freed by the run, and not by chance
-    try:
-        with monkeypatch.context() as on_gpu:
-            on_gpu.setattr(torch.cuda, "is_initialized", lambda: True)
-            on_gpu.setattr(torch.cuda, "synchronize", lambda: None)
-            tandem.run(tandem.parse_spec(spec), tmp_path / "run")
-    finally:
-        gc.enable()
-    assert len(trainers) == 1
-    assert left_when_emptied[-1:] == [False]
+    monkeypatch.setattr(PolicyTrainer, "__init__", noted)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.left.append(seen.there()))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    gc.disable()
+    yield seen
+    gc.enable()
+
+
+def test_after_a_run_its_trainer_is_gone_and_the_gpu_given_back(on_gpu: OnGpu):
+    on_gpu.run("run")
+    assert len(on_gpu.trainers) == 1
+    assert on_gpu.left[-1:] == [0]
+
+
+def test_a_run_that_failed_is_gone_before_the_next_one_begins(on_gpu: OnGpu, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(logging.getLogger("tandem"), "propagate", False)  # pytest keeps what is logged, errors too
+    with monkeypatch.context() as broken:
+        broken.setattr(PolicyTrainer, "step", fails)
+        with pytest.raises(ValueError, match="planted"):
+            on_gpu.run("failed")
+    assert on_gpu.left[-1:] == [1], "its error holds it"
+    on_gpu.run("next")
+    assert on_gpu.before == [0, 0]

@@ -32,7 +32,7 @@ class StageFreeze:
 
     def next_stage(self) -> None:
         """Unfreeze, and free what the stage left before the next one needs that memory."""
-        if self._steps >= _STEPS_THAT_COMPILE:
+        if self._steps:
             self.end()
             gc.collect()
 

@@ -99,14 +99,20 @@ def run(
 @contextmanager
 def _gpu_given_back() -> Iterator[None]:
     """Afterwards the process has no more of a GPU than before: weights and moments of a run lie in cycles, and a
-    notebook goes on to another run, whose engine may be a process of its own."""
+    notebook goes on to another run, whose engine may be a process of its own. A run that fails is freed before the next
+    one: until its caller drops the error, the traceback holds the trainer."""
+    _give_gpu_back()
     try:
         yield
     finally:
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            gc.collect()
-            torch.cuda.empty_cache()
+        _give_gpu_back()
+
+
+def _give_gpu_back() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _check_own_code(spec: RunSpec) -> None:

@@ -3,9 +3,9 @@
 consumes: prompts; a source's link         waits for: the process to be ready, its answers, the watch thread
 produces: completions, `lost`              a vanished engine raises EngineLost; `attach` and `load` recover it
 
-`attach` or the first prompt starts an owned process, and starts it again after it died or hung. A process that Tandem
-did not start gets no signals. After a restart the process has other weights, so no prompt goes to it before a version
-is loaded.
+`attach` or the first prompt starts an owned process. After it died or hung, `found` or `attach` starts it again; a pool
+calls `found` first, so that the other engines do not wait for the start. A process that Tandem did not start gets no
+signals. After a restart the process has other weights, so no prompt goes to it before a version is loaded.
 
 Order of messages for a version: POST /engine/attach with the source's link (once a connection), whose reply has the
 layout; then, for each version, POST /engine/load while the trainer sends it over the bridge; the reply has the digests.
@@ -125,9 +125,7 @@ class ServerEngine:
             raise SyncError("engine: this bridge works within one process, and the engine is in another")
         await self._stop_renewing()
         self._make_room()
-        finding, self._finding = self._finding, None
-        if finding is not None:
-            await finding  # raises why it did not start
+        await self._found_before()
         connection = await self._connected()
         if connection.boot_id != self._loaded_boot:
             self._serving.clear()
@@ -187,9 +185,13 @@ class ServerEngine:
         and not for this: other engines sample and get versions meanwhile."""
         if self._pauses:  # it starts in `attach`, when the trainer has made room
             return
-        if self._finding is None:
+        if self._finding is None or self._finding.done():  # done: lost again, and nothing attached it meanwhile
+            self._make_room()
             self._finding = asyncio.create_task(self._connected(), name="engine start")
-        await asyncio.wait([self._finding])  # does not cancel it: the start is on a thread, and goes on
+        finding = self._finding
+        await asyncio.wait([finding])  # does not cancel it: the start is on a thread, and goes on
+        if not finding.cancelled():
+            finding.exception()  # seen: `attach` raises it, or the next start takes its place
 
     async def close(self) -> None:
         await self._stop_renewing()
@@ -221,6 +223,17 @@ class ServerEngine:
             await self._is_connected.wait()
         assert self._connection is not None
         return self._connection
+
+    async def _found_before(self) -> None:
+        """Wait for the start that `found` began, and raise why it failed."""
+        finding, self._finding = self._finding, None
+        if finding is None:
+            return
+        try:
+            await asyncio.shield(finding)
+        except asyncio.CancelledError:
+            self._finding = finding  # for the next attach: another start would end this one
+            raise
 
     async def _connected(self) -> Connection:
         """Return a live connection. Start an owned process if it does not run."""
