@@ -92,7 +92,7 @@ def by_way(rows: Mapping[str, Row]) -> dict[tuple[str, str], list[Row]]:
 
 def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) -> str:
     head = ["task", "way", "seeds", "before %", "after %", "points, 95 %", "against TRL, 95 %", "trained s",
-            "with start s", "tokens", "tokens/s", "s to TRL's accuracy", "sooner"]  # fmt: skip
+            "with start s", "tokens", "tokens/s", "jobs a GPU", "s to TRL's accuracy", "sooner"]  # fmt: skip
     lines: list[list[str]] = []
     for kind in kinds:
         for way, name in NAMES.items():
@@ -100,24 +100,26 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
                 continue
             peers = [row for row in found.get((kind, "trl"), []) if row["seed"] in {each["seed"] for each in rows}]
             ours = [row for row in rows if row["seed"] in {each["seed"] for each in peers}]
-            beside = sooner = against = ""
+            beside, sooner, against, jobs = "", "", "", [row["beside"] for row in rows]
             wanted = statistics.fmean(of_seeds(peers, -1)) if peers else 0.0
             if peers and way != "trl":
                 against = change(of_seeds(peers, -1), of_seeds(ours, -1))
-            if peers and way != "trl" and wanted > statistics.fmean(of_seeds(peers, 0)):
+            if peers and wanted > statistics.fmean(of_seeds(peers, 0)):
                 times = [reached(row, wanted, "seconds") for row in ours]
                 came = [each for each in times if each is not None]
                 beside = spread(came, ".0f") if came else "never"
                 beside += f", {len(came)} of {len(times)} seeds" if came and len(came) < len(times) else ""
-                if len(came) == len(times):
-                    sooner = f"{statistics.fmean(row['train_s'] for row in peers) / statistics.fmean(came):.2f} x"
+                if way != "trl" and len(came) == len(times):
+                    theirs = [reached(row, wanted, "seconds") or row["train_s"] for row in peers]
+                    sooner = f"{statistics.fmean(theirs) / statistics.fmean(came):.2f} x"
             lines.append([
                 kind, name, str(len(rows)), f"{100 * statistics.fmean(of_seeds(rows, 0)):.1f}",
                 spread([100 * share(row["curve"][-1]["right"]) for row in rows], ".1f"),
                 change(of_seeds(rows, 0), of_seeds(rows, -1)), against, spread([row["train_s"] for row in rows], ".0f"),
                 spread([row["whole_s"] for row in rows], ".0f"),
                 f"{statistics.fmean(row['tokens'] for row in rows):,.0f}",
-                spread([row["tokens"] / row["train_s"] for row in rows], ",.0f"), beside, sooner,
+                spread([row["tokens"] / row["train_s"] for row in rows], ",.0f"),
+                " to ".join(map(str, sorted({min(jobs), max(jobs)}))), beside, sooner,
             ])  # fmt: skip
     return markdown(head, lines)
 

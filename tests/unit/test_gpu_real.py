@@ -161,7 +161,8 @@ def learned(way: str, seed: int, end_s: float, *rights: str) -> dict[str, Any]:
 
 
 def test_the_table_says_when_trl_s_accuracy_was_reached_and_how_much_sooner():
-    """TRL comes to 50 %; Tandem to 75 % at the end, and to 50 % two thirds of the way from 25 %."""
+    """TRL comes to 50 %; Tandem to 75 % at the end, and to 50 % two thirds of the way from 25 %. If TRL was at 50 %
+    halfway and stayed there, that is when it came to it."""
     none, half, most = "1" * 10 + "0" * 30, "1" * 20 + "0" * 20, "1" * 30 + "0" * 10
     ours, trl = learned("all", 0, 60.0, none, none, most), learned("trl", 0, 120.0, none, none, half)
     assert reached(ours, 0.5, "seconds") == pytest.approx(45.0)
@@ -172,6 +173,8 @@ def test_the_table_says_when_trl_s_accuracy_was_reached_and_how_much_sooner():
     assert (told["before %"], told["after %"], told["trained s"]) == ("25.0", "75.0", "60")
     assert told["s to TRL's accuracy"] == "45"
     assert told["sooner"] == "2.67 x"
+    stayed = by_way({row["name"]: row for row in (ours, learned("trl", 0, 120.0, none, half, half))})
+    assert " 45 | 1.33 x |" in summary(["gcd"], stayed)
     low, high = (float(each.replace("−", "-")) for each in told["against TRL, 95 %"].split(" to "))
     assert 5 < low < 25 < high < 45
     assert "| 40 | 60 | 2,000 | 75.0 | 120 | 2,000 | 50.0 |" in curves("gcd", found)

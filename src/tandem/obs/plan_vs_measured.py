@@ -50,7 +50,7 @@ def against_plan(history: History) -> list[Beside]:
     found += _row("tokens of a step", expected, computed, compared=not assumed)
     alike = bool(expected and computed and abs(expected / computed - 1) <= _ALIKE) and plan.get("gpu") != "cpu"
     times = {planned: number(_table(plan.get("times")).get(planned)) or 0.0 for planned, _, _ in _SECONDS}
-    if times["step_s"] < times["rollout_s"] + times["train_s"]:  # rollouts of a lag: a step only waits for the rest
+    if times["step_s"] < 0.99 * (times["rollout_s"] + times["train_s"] + times["sync_s"]):  # with a lag it only waits
         times["rollout_s"] = 0.0
     for planned, measured, name in _SECONDS:
         if seconds := times[planned]:
