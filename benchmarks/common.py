@@ -7,8 +7,6 @@ import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tandem.io.process_identity import identity
-
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
@@ -35,6 +33,8 @@ def children_of(pid: int) -> list[int]:
 
 def family_of(pid: int) -> Iterator[tuple[int, str]]:
     """Yield all processes below this one, nearer ones first: each one's id, and its identity (io/process_identity)."""
+    from tandem.io.process_identity import identity  # not above: planted_bugs.py imports tandem from its own copies
+
     level = children_of(pid)
     while level:
         yield from ((each, identity(each)) for each in level)
