@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -31,14 +31,9 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def family_of(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield all processes below this one, nearer ones first: each one's id, and its identity (io/process_identity)."""
-    from tandem.io.process_identity import identity  # not above: planted_bugs.py imports tandem from its own copies
-
-    level = children_of(pid)
-    while level:
-        yield from ((each, identity(each)) for each in level)
-        level = [child for each in level for child in children_of(each)]
+def descendants(pid: int) -> list[int]:
+    """Return all processes below this one, each before its own."""
+    return [each for child in children_of(pid) for each in (child, *descendants(child))]
 
 
 def rank_of(pid: int) -> int:

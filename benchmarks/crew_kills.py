@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import note, table
+from common import descendants, note, table
 from run_kills import attempt, cases, digest_or_error, forked, newest, steps_of
 
 DEADLINE_S, GRACE_S, SETUP_S = 15.0, 10.0, 300.0
@@ -199,15 +199,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def descendants(pid: int) -> list[int]:
-    try:
-        told = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
-    except OSError:
-        return []
-    children = [int(each) for each in told.split()]
-    return [each for child in children for each in (child, *descendants(child))]
 
 
 def environment_of(pid: int) -> dict[str, str]:

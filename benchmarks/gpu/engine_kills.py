@@ -40,10 +40,10 @@ from served_by import lost_groups, unproven_tokens
 from standing import checkpoint_of
 from vowels import Vowels
 
-from common import family_of, note, table
+from common import descendants, note, table
 from tandem.build import standalone_engines
 from tandem.io.jsonl import read_jsonl
-from tandem.io.process_identity import is_there
+from tandem.io.process_identity import identity, is_there
 from tandem.obs.sync_audit import audit_sync
 from tandem.recipes.random_checkpoints import SHAPES
 from tandem.rollout.producer import task_order
@@ -92,6 +92,10 @@ def name_of(pid: int) -> str:
     return ""
 
 
+def family_of(pid: int) -> set[Process]:
+    return {(each, identity(each)) for each in descendants(pid)}
+
+
 def left_of(family: set[Process], wait_s: float = 20.0) -> int:
     """Return how many of these have not ended in time, and end them."""
     until = time.monotonic() + wait_s
@@ -123,7 +127,7 @@ class Run:
                 raise Failed(f"{what}: the run has ended: {self.started.what_it_said()}")
             if time.monotonic() > min(self.until, began + limit_s):
                 raise Failed(f"{what}: not within {time.monotonic() - began:.0f} s")
-            self.family |= set(family_of(self.started.process.pid))
+            self.family |= family_of(self.started.process.pid)
             time.sleep(0.05)
         return time.monotonic() - began
 
@@ -143,12 +147,11 @@ class Run:
     def victim(self, number: int, below: bool) -> tuple[int, str]:
         """Return a process of the replica, and what it is."""
         serve = self.engine(number)
-        family = dict(family_of(self.started.process.pid))
-        if serve not in family:
+        if serve not in descendants(self.started.process.pid):
             raise Failed(f"engine {number}: process {serve} is not one of this run")
         if not below:
             return serve, "tandem engine serve"
-        named = {pid: name_of(pid) for pid, _ in family_of(serve)}
+        named = {pid: name_of(pid) for pid in descendants(serve)}
         if not (known := [pid for pid, name in named.items() if any(word in name for word in BELOW)]):
             known = [pid for pid, name in named.items() if "resource_tracker" not in name]
         if not known:
@@ -251,7 +254,7 @@ def measured(asked: argparse.Namespace, home: Path) -> dict[str, Any]:
     except Failed as error:
         why.append(str(error))
     finally:
-        run.family |= set(family_of(run.started.process.pid))
+        run.family |= family_of(run.started.process.pid)
         run.started.end()
         if left := left_of(run.family):
             why.append(f"{left} processes were left")
