@@ -20,9 +20,9 @@ OWN = Path(__file__).with_name("own_rules.py")
 CASES = {
     "sft": {},
     "sft recompute": {"model": {"activations": "recompute"}},
-    "sft bf16": {"precision": {"weights": "bfloat16"}},
+    "sft bf16": {"pretrained": True, "precision": {"weights": "bfloat16"}},
     "sft bf16 recompute": {"precision": {"weights": "bfloat16"}, "model": {"activations": "recompute"}},
-    "sft bf16 fp32 master": {"precision": {"weights": "bfloat16", "master": "fp32"}},
+    "sft bf16 fp32 master": {"pretrained": True, "precision": {"weights": "bfloat16", "master": "fp32"}},
     "sft adamw_8bit": {"optimizer": "adamw_8bit"},
     "sft muon": {"optimizer": "muon"},
     "sft muon bf16": {"optimizer": "muon", "precision": {"weights": "bfloat16"}},
@@ -88,7 +88,8 @@ SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
 
 def spec_of(home: Path, changes: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
     recipe, in_engine = changes.get("recipe", "sft"), changes.get("in_engine", False)
-    model = {**({"path": str(home / "model")} if in_engine else {"preset": "tiny"}), **changes.get("model", {})}
+    by_path = in_engine or changes.get("pretrained", False)
+    model = {**({"path": str(home / "model")} if by_path else {"preset": "tiny"}), **changes.get("model", {})}
     spec: dict[str, Any] = {
         "recipe": recipe, "model": model, "checkpoint": {"every": STEPS},
         "eval": {"every": STEPS // 2, "examples": 3},
@@ -133,7 +134,7 @@ def write_data(home: Path) -> None:
 
 
 def write_model(directory: Path) -> None:
-    """With heads, rows and columns that vLLM's workers can deal evenly, in blocks of 8-bit moments, too."""
+    """In bf16, with heads, rows and columns that vLLM's workers can deal evenly, in blocks of 8-bit moments, too."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = byte_tokenizer(54)
@@ -144,7 +145,7 @@ def write_model(directory: Path) -> None:
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     assert config.vocab_size == 320
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

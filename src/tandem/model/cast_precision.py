@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.ops.unseen_bits import with_unseen_bits
+
 
 @torch.no_grad()
 def narrow(module: Any, device: torch.device, adopt: Callable[[str, Tensor], Tensor] | None) -> None:
@@ -16,5 +18,8 @@ def narrow(module: Any, device: torch.device, adopt: Callable[[str, Tensor], Ten
     with a rotary table in bf16 it would be another model."""
     for name, parameter in module.named_parameters():
         exact = parameter.data.to(device)
-        parameter.data = adopt(name, exact) if adopt and parameter.requires_grad else exact.to(torch.bfloat16)
+        if adopt and parameter.requires_grad:
+            parameter.data = adopt(name, with_unseen_bits(name, exact))
+        else:
+            parameter.data = exact.to(torch.bfloat16)
     module.config.dtype = torch.bfloat16

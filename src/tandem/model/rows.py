@@ -40,6 +40,7 @@ from tandem.ops.leaf_sum import LeafSum
 from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import move_in
 from tandem.ops.parts import Box, Cut, box_of_rank, rows_and_cols
+from tandem.ops.unseen_bits import with_unseen_bits
 from tandem.types import Part, TokenLogprobs, WeightKind, Weights
 
 Tree = Callable[[Sequence[Tensor]], Tensor]
@@ -402,7 +403,9 @@ class RowsPolicy(CausalPolicy):
             exact = self._rows_of(values.pop(name), box).to(self.rows.device)
             if self._dtype == exact.dtype:
                 return exact
-            return self._adopt(name, exact) if self._adopt is not None else exact.to(self._dtype)
+            return (
+                exact.to(self._dtype) if self._adopt is None else self._adopt(name, with_unseen_bits(name, exact, box))
+            )
 
         inside = self.rows.shard(module, of_rows)
         if self._dtype == torch.bfloat16:
