@@ -24,6 +24,7 @@ from tandem.recipes.plan_run import plan_run
 from tandem.recipes.random_checkpoints import SHAPES
 from tandem.rollout.producer import task_order
 from tandem.runs.planner import plan as plans
+from tandem.runs.planner.calibration import machine
 from tandem.runs.planner.lengths import Micro, RecordedGroup, recorded_steps
 from tandem.spec.load import parse_spec, to_toml
 from tandem.spec.preference import DpoSpec
@@ -154,6 +155,22 @@ def test_the_prompts_of_an_environment_are_read():
     # <|user|>sort abc...<|end|><|assistant|>
     assert plan.work.row_tokens - plan.work.answer_tokens == len("sort ") + 20 + 3
     assert plan_run(spec, gpu="cpu", prompt_tokens=500).work.row_tokens == 532
+
+
+def test_short_answers_leave_a_decode_step_with_few_rows_until_the_longest_one_ends(tmp_path):
+    """As many steps as one answer may have tokens, with as many rows as are left on average."""
+    smollm2 = tmp_path / "smollm2"
+    byte_tokenizer(48_886).save_pretrained(smollm2)
+    (smollm2 / "config.json").write_text(json.dumps(SHAPES["smollm2-135m"]))
+    spec = parse_spec({
+        "recipe": "rl", "model": {"path": str(smollm2)}, "environment": {"name": "sort"},
+        "engine": {"kind": "hf", "max_running": 512}, "precision": {"weights": "bfloat16"},
+        "train": {"steps": 5, "lr": 1e-5, "groups_per_step": 32, "group_size": 16, "max_tokens": 64},
+    })  # fmt: skip
+    whole, half, few = (plan_run(spec, gpu="h200", answer_tokens=n).times.rollout_s for n in (64, 32, 8))
+    row_s = machine("h200").decode_row_s
+    assert whole - half == pytest.approx(64 * 512 / 2 * row_s, rel=0.01)
+    assert half - few == pytest.approx(64 * 512 * (1 / 2 - 1 / 8) * row_s, rel=0.01)
 
 
 def test_adapters_on_a_layer_that_does_not_exist_are_refused_with_the_names_that_do(tmp_path):

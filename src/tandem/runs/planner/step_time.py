@@ -116,12 +116,13 @@ def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine
 
 
 def _rollout_s(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) -> float:
-    """A row takes a token a step, and a step reads all weights and the keys and values of every row that is left. The
-    last wave of rows takes as many steps as the longest answer has tokens, however few rows are left by then."""
+    """A row takes a token a step, and a step reads all weights and the keys and values of every row. There are as many
+    steps as the longest answer has tokens, however few rows are left by then."""
     replicas = getattr(spec.engine, "replicas", 1)
     rows = min(work.sequences, rows_held(spec, shape, work, machine)) / replicas
     waves = work.sequences / replicas / rows  # a sequence that waits begins as another one ends
-    rows *= min(1.0, work.credited_tokens / (work.sequences * work.answer_tokens))  # on average over those steps
+    if isinstance(spec.engine, HfEngineSpec):  # vLLM's figures were fitted to steps with all rows
+        rows *= min(1.0, work.credited_tokens / (work.sequences * work.answer_tokens))  # that are left on average
     seen = row_bytes(spec, shape, work) * rows / 2
     read_s = (shape.total * width_of(spec.precision) + seen) / (machine.bandwidth_gb_s * 1e9)
     computed_s = 2 * shape.total * rows / machine.prefill_flops
