@@ -3,9 +3,9 @@ Tandem or by TRL, then asks the model of every few steps the held-out questions,
 
 Both sides get the same model, questions, reward, groups, answers, tokens, steps, learning rate and moments' decay. Both
 are on-policy, with Dr. GRPO's loss, no KL term and a linear schedule down to 0. What is asked between is no part of the
-training: the weights of those steps are kept aside, in bfloat16 on a GPU, as both sides sampled with them. (TRL's are
-float32. Rounded, they are what its vLLM had.) Afterwards plain transformers answers greedily in float32, for both sides
-by the same lines.
+training: the weights of those steps are kept aside, as each side sampled with them: on a GPU in bfloat16, an adapter
+beside them in float32. (TRL trains float32; rounded, that is what its vLLM had.) Afterwards plain transformers answers
+greedily in float32, for both sides by the same lines.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def train_trl(asked: Asked) -> Trained:
     played = RealTask(asked.kind)
     rows = [{"prompt": list(each.messages), "question": each.payload["question"]} for each in played.tasks("train")]
     answers, on_gpu = asked.groups * asked.size, asked.device == "cuda"
-    micro, served = min(asked.rows, answers), torch.bfloat16 if on_gpu else torch.float32
+    micro, served = min(asked.rows, answers), torch.bfloat16 if asked.trl_vllm and on_gpu else torch.float32
 
     def correct(completions: list[Any], question: list[str], **_: Any) -> list[float]:
         return [played.score(asked, said[0]["content"]) for asked, said in zip(question, completions, strict=True)]

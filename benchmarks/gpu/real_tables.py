@@ -68,6 +68,8 @@ def over_seeds(*sides: Sequence[float]) -> str:
     if min(map(len, sides)) < 2:
         return ""
     parts = [statistics.variance(side) / len(side) for side in sides]
+    if not sum(parts):
+        return between(*[statistics.fmean(sides[1]) - statistics.fmean(sides[0])] * 2)
     free = sum(parts) ** 2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, sides, strict=True))
     half = t_quantile(0.975, max(1, math.floor(free))) * math.sqrt(sum(parts))
     middle = statistics.fmean(sides[1]) - statistics.fmean(sides[0])
@@ -99,7 +101,9 @@ def spread(numbers: Sequence[float], form: str) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table without the columns that no row has."""
+    """A table without the columns that no row has; empty without rows."""
+    if not rows:
+        return ""
     filled = [n for n in range(len(head)) if any(row[n] for row in rows)]
     lines = [[line[n] for n in filled] for line in (head, ["---"] * len(head), *rows)]
     return (
@@ -132,12 +136,8 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
                 against, seeds = change(of_seeds(peers, -1), of_seeds(ours, -1)), over_seeds(last(peers), last(ours))
             if peers and wanted > statistics.fmean(of_seeds(peers, 0)):
                 times = [reached(row, wanted, "seconds") for row in ours]
-                came = [each for each in times if each is not None]
-                beside = spread(came, ".0f") if came else "never"
-                beside += f", {len(came)} of {len(times)} seeds" if came and len(came) < len(times) else ""
-                if way != "trl" and len(came) == len(times):
-                    theirs = [reached(row, wanted, "seconds") or row["train_s"] for row in peers]
-                    sooner = f"{statistics.fmean(theirs) / statistics.fmean(came):.2f} x"
+                beside = when(times)
+                sooner = "" if way == "trl" else ratio([reached(row, wanted, "seconds") for row in peers], times)
             lines.append([
                 kind, name, str(len(rows)), f"{100 * statistics.fmean(of_seeds(rows, 0)):.1f}",
                 spread([100 * each for each in last(rows)], ".1f"),
@@ -162,23 +162,36 @@ def rewards(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
     head = ["task", "way", "seeds", "last rewards %", "against TRL, over seeds, 95 %", "s to TRL's", "sooner"]
     lines: list[list[str]] = []
     for kind in kinds:
-        ends = {way: [trailing(row)[-1] for row in found.get((kind, way), [])] for way in NAMES}
-        wanted = statistics.fmean(ends["trl"]) if ends["trl"] else math.inf
-        when = {way: [came_to(row, wanted) for row in found.get((kind, way), [])] for way in NAMES}
-        theirs = [at or row["train_s"] for at, row in zip(when["trl"], found.get((kind, "trl"), []), strict=True)]
+        ends = {way: [end for row in found.get((kind, way), []) for end in trailing(row)[-1:]] for way in NAMES}
+        if not (peers := ends["trl"]):
+            continue
+        times = {
+            way: [came_to(row, statistics.fmean(peers)) for row in found.get((kind, way), [])] for way in NAMES
+        }  # fmt: skip
         for way, name in NAMES.items():
             if not ends[way]:
                 continue
-            came = [at for at in when[way] if at is not None]
-            told = spread(came, ".0f") if came else "never" if theirs else ""
-            told += f", {len(came)} of {len(when[way])} seeds" if 0 < len(came) < len(when[way]) else ""
-            all_came = way != "trl" and theirs and len(came) == len(when[way])
             lines.append([
                 kind, name, str(len(ends[way])), spread([100 * end for end in ends[way]], ".1f"),
-                over_seeds(ends["trl"], ends[way]) if way != "trl" else "", told,
-                f"{statistics.fmean(theirs) / statistics.fmean(came):.2f} x" if all_came else "",
+                *((over_seeds(peers, ends[way]), when(times[way]), ratio(times["trl"], times[way])) if way != "trl"
+                  else ("", when(times[way]), "")),
             ])  # fmt: skip
     return markdown(head, lines)
+
+
+def when(times: Sequence[float | None]) -> str:
+    came = [each for each in times if each is not None]
+    if not came:
+        return "never"
+    return spread(came, ".0f") + (f", {len(came)} of {len(times)} seeds" if len(came) < len(times) else "")
+
+
+def ratio(theirs: Sequence[float | None], ours: Sequence[float | None]) -> str:
+    """How many times sooner; empty where one of the seeds never came, for that has no time."""
+    known, mine = ([each for each in side if each is not None] for side in (theirs, ours))
+    if len(known) < len(theirs) or len(mine) < len(ours):
+        return ""
+    return f"{statistics.fmean(known) / statistics.fmean(mine):.2f} x"
 
 
 def came_to(row: Row, wanted: float) -> float | None:
@@ -241,7 +254,11 @@ def write_tables(rows: Mapping[str, Row], out: Path) -> None:
     ]
     parts = ["; ".join(places), "<!-- no picture: curves are below -->", summary(kinds, held_out)]
     parts += ["<!-- no picture: few rows -->", rewards(kinds, found)]
-    parts += [*(curves(kind, held_out) for kind in kinds), "<!-- no picture: few rows -->", plans(found)]
+    parts += [
+        *(curves(kind, held_out) for kind in dict.fromkeys(kind for kind, _ in held_out)),
+        "<!-- no picture: few rows -->",
+        plans(found),
+    ]
     text = "\n\n".join(parts) + "\n"
     (out / "real.md").write_text(text)
     print(text)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.ops.unseen_bits import with_unseen_bits
 from tandem.optim.adamw import AdamW
 from tandem.optim.adamw_8bit import AdamW8bit
 from tandem.optim.master_weights import Float32, Master, SplitMaster
@@ -111,3 +112,9 @@ def test_a_second_step_goes_on_from_the_first_ones_state() -> None:
     optimizer.update({"x": torch.ones(9000, device="cuda")}, 1e-3)
     optimizer.update({"x": -torch.ones(9000, device="cuda")}, 1e-3)
     torch.testing.assert_close(live["x"], torch.full_like(live["x"], -1e-3 - 1e-3 * (0.9 * 0.1 - 0.1) / (1 - 0.81)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_lower_bits_that_weights_begin_with_are_those_of_a_cpu(shape: tuple[int, ...]):
+    weights = torch.randn(shape).bfloat16().float()
+    assert torch.equal(with_unseen_bits("w", weights.cuda()).cpu(), with_unseen_bits("w", weights))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
-from real_tables import by_way, curves, reached, rows_of, summary
+from real_tables import by_way, curves, over_seeds, reached, rewards, rows_of, summary
 from real_tasks import Asked
 
 real: Any = importlib.import_module("real")  # for type checkers it is the folder tests/real
@@ -187,6 +189,44 @@ def test_the_table_says_when_trl_s_accuracy_was_reached_and_how_much_sooner():
     low, high = (float(each.replace("−", "-")) for each in told["against TRL, 95 %"].split(" to "))
     assert 5 < low < 25 < high < 45
     assert "| 40 | 60 | 2,000 | 75.0 | 120 | 2,000 | 50.0 |" in curves("number_format", found)
+
+
+def rewarded(way: str, *earned: float) -> dict[str, Any]:
+    return learned(way, 0, 30.0, "10", "11") | {
+        "rewards": list(earned), "seconds": [float(n + 1) for n in range(len(earned))]
+    }  # fmt: skip
+
+
+def test_rewards_are_compared_by_when_their_mean_came_to_trl_s_last_one():
+    """TRL earns 0.5 from step 11 on, so the mean of ten is as much after 20; Tandem's after 12. A seed that never comes
+    has no time, of either side; a run of few steps has no such mean."""
+    trl, ours = rewarded("trl", *[0.0] * 10, *[0.5] * 10), rewarded("all", *[0.0] * 2, *[0.5] * 20)
+    found = {("number_format", "trl"): [trl], ("number_format", "all"): [ours]}
+    assert "| Tandem, all weights | 1 | 50.0 | 12 | 1.67 x |" in rewards(["number_format"], found)
+    never = found | {("number_format", "all"): [ours, rewarded("all", *[0.4] * 20)]}
+    assert "| 45.0 (40.0 to 50.0) | 12, 1 of 2 seeds |" in rewards(["number_format"], never)
+    assert " x |" not in rewards(["number_format"], never)
+    assert rewards(["number_format"], {("number_format", "trl"): [rewarded("trl", 0.5)]}) == ""
+
+
+def test_an_interval_over_seeds_is_welch_s():
+    """Of 1, 2, 3 and 2, 4, 6: the variances of the means are 1/3 and 4/3, so there are 2.94 degrees of freedom, taken
+    as 2, and t is 4.303."""
+    assert over_seeds([0.01, 0.02, 0.03], [0.02, 0.04, 0.06]) == "−3.6 to +7.6"
+    assert over_seeds([0.5, 0.5], [0.6, 0.6]) == "+10.0 to +10.0"
+    assert over_seeds([0.5], [0.6, 0.6]) == ""
+
+
+def test_a_setting_of_the_spec_is_read_as_toml_and_is_no_setting_of_trl(asked: Any):
+    assert real.setting("train.lr = 1e-5") == ("train.lr", 1e-5)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"train\.lr="):
+        real.setting("train.lr=")
+    done = {name: {"asked": asdict(Asked("chain_sum", name, 0, 1, "", ""))} for name in ("trl", "all")}
+    done = {f"chain_sum-{name}-0": row for name, row in done.items()}
+    wanted = Asked("chain_sum", "trl", 0, 1, "", "", settings={"train.lr": 1e-5})
+    real.refuse_others(done, [wanted])
+    with pytest.raises(SystemExit, match="--settings"):
+        real.refuse_others(done, [replace(wanted, way="all")])
 
 
 def test_a_damaged_piece_of_the_model_is_refused(tmp_path: Path):
