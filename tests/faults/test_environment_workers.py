@@ -357,8 +357,6 @@ def test_a_run_that_is_killed_leaves_no_worker(mark):
     # The fixture waits until all of them are gone.
 
 
-# Python ignores an alarm that rings within a callback of its collector; it counts all the same when the turn ends.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <function WeakValueDictionary")
 def test_throughput_with_a_tenth_of_episodes_hanging_or_crashing(monkeypatch):
     """The short form of benchmarks/env_faults.py; a busy machine disturbs some pairs, and hardly six."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
