@@ -135,8 +135,8 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def planned(home: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What `tandem plan` says of this run's spec here: as it is asked; told how long answers are; and `full`: told also
-    how many tokens the fullest micro-batch had, for groups that teach nothing are left out."""
+    """What `tandem plan` says of this run's spec here: as it is asked; told how long answers are; and `full`: told how
+    long those of the fullest micro-batch were, and how many tokens it had: groups that teach nothing are left out."""
     from tandem.recipes.plan_run import live_memory, plan_run
     from tandem.spec.load import load_spec
 
@@ -145,10 +145,12 @@ def planned(home: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     answers = spec.train.groups_per_step * spec.train.group_size
     told = sum(row["tokens/sampled"] for row in rows) / len(rows) / answers
     kind, total_gib, _ = live_memory(spec)
-    fullest = int(min(spec.train.micro_tokens, max(row["tokens/computed"] for row in rows)))
+    most = max(rows, key=lambda row: row["tokens/computed"])
+    fullest = int(min(spec.train.micro_tokens, most["tokens/computed"]))
     full: Any = spec.model_copy(update={"train": spec.train.model_copy(update={"micro_tokens": fullest})})
     knowing, filled = (
-        plan_run(each, gpu=kind, memory_gib=total_gib, answer_tokens=told).as_json() for each in (spec, full)
+        plan_run(each, gpu=kind, memory_gib=total_gib, answer_tokens=of).as_json()
+        for each, of in ((spec, told), (full, most["tokens/sampled"] / answers))
     )
     return {
         "answer_tokens": told, "fullest": fullest,

@@ -2,7 +2,8 @@
 
 Seeds are put together question by question: the share of seeds that answer a question right, in pairs before and after,
 or of Tandem and TRL. Intervals over questions are those of the runs' own verdicts (a bootstrap): they say how these
-models differ. The one over seeds says how the two trainers do: Welch's, of the accuracies of the seeds.
+models differ. The one over seeds says how the two trainers do: Welch's, of the accuracies of the seeds. "Sooner"
+compares when each side's mean curve came to the accuracy with which TRL's ends; a side's seeds need not all come there.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tandem.runs.verdict import judge, t_quantile
 
 NAMES = {"all": "Tandem, all weights", "lora": "Tandem, LoRA", "trl": "TRL, all weights"}
 RESULTS = "real.jsonl"
-LAST = 10
-"""Steps over which sampled rewards are averaged."""
+NEARLY = 0.9
+"""Share of TRL's gain: a curve is steep there, so its last points do not decide."""
 Row = Mapping[str, Any]
 
 
@@ -84,10 +85,16 @@ def between(low: float, high: float) -> str:
     return f"{100 * low:+.1f} to {100 * high:+.1f}".replace("-", "−")
 
 
-def reached(row: Row, wanted: float, axis: str) -> float | None:
-    """Seconds (or tokens) at which a job's held-out accuracy came to what was wanted, between two points in a straight
-    line; None if it never did."""
-    points = [(float(each[axis]), share(each["right"])) for each in row["curve"]]
+def mean_curve(rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """Seconds and held-out accuracy after the same steps, in the mean of the seeds."""
+    return [
+        (statistics.fmean(at["seconds"] for at in points), statistics.fmean(share(at["right"]) for at in points))
+        for points in zip(*(row["curve"] for row in rows), strict=True)
+    ]
+
+
+def reached(points: Sequence[tuple[float, float]], wanted: float) -> float | None:
+    """Seconds at which a curve came to an accuracy, between two points in a straight line; None if it never did."""
     for (x, low), (next_x, high) in pairwise(points):
         if high >= wanted > low:
             return x + (next_x - x) * (wanted - low) / (high - low)
@@ -122,7 +129,7 @@ def by_way(rows: Mapping[str, Row]) -> dict[tuple[str, str], list[Row]]:
 def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) -> str:
     head = ["task", "way", "seeds", "before %", "after %", "points, 95 %", "against TRL, 95 %",
             "over seeds, 95 %", "trained s", "with start s", "tokens", "tokens/s", "jobs a GPU", "s to TRL's accuracy",
-            "sooner"]  # fmt: skip
+            "each seed's", "sooner", "to 90 % of its gain"]  # fmt: skip
     lines: list[list[str]] = []
     for kind in kinds:
         for way, name in NAMES.items():
@@ -130,14 +137,17 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
                 continue
             peers = [row for row in found.get((kind, "trl"), []) if row["seed"] in {each["seed"] for each in rows}]
             ours = [row for row in rows if row["seed"] in {each["seed"] for each in peers}]
-            beside, sooner, against, seeds, jobs = "", "", "", "", [row["beside"] for row in rows]
-            wanted = statistics.fmean(of_seeds(peers, -1)) if peers else 0.0
+            came, each_seeds, sooner, against, seeds = "", "", ["", ""], "", ""
+            jobs = [row["beside"] for row in rows]
             if peers and way != "trl":
                 against, seeds = change(of_seeds(peers, -1), of_seeds(ours, -1)), over_seeds(last(peers), last(ours))
-            if peers and wanted > statistics.fmean(of_seeds(peers, 0)):
-                times = [reached(row, wanted, "seconds") for row in ours]
-                beside = when(times)
-                sooner = "" if way == "trl" else ratio([reached(row, wanted, "seconds") for row in peers], times)
+            if peers and (theirs := mean_curve(peers))[-1][1] > theirs[0][1]:
+                before, wanted = theirs[0][1], theirs[-1][1]
+                came = when([reached(mean_curve(ours), wanted)])
+                each_seeds = when([reached(mean_curve([row]), wanted) for row in ours])
+                if way != "trl":
+                    of_gain = (before + part * (wanted - before) for part in (1.0, NEARLY))
+                    sooner = [ratio(reached(theirs, each), reached(mean_curve(ours), each)) for each in of_gain]
             lines.append([
                 kind, name, str(len(rows)), f"{100 * statistics.fmean(of_seeds(rows, 0)):.1f}",
                 spread([100 * each for each in last(rows)], ".1f"),
@@ -145,36 +155,7 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
                 spread([row["train_s"] for row in rows], ".0f"), spread([row["whole_s"] for row in rows], ".0f"),
                 f"{statistics.fmean(row['tokens'] for row in rows):,.0f}",
                 spread([row["tokens"] / row["train_s"] for row in rows], ",.0f"),
-                " to ".join(map(str, sorted({min(jobs), max(jobs)}))), beside, sooner,
-            ])  # fmt: skip
-    return markdown(head, lines)
-
-
-def trailing(row: Row) -> list[float]:
-    """After each step the mean reward of the last ones, from the first that has so many before it."""
-    rewards = row["rewards"]
-    return [statistics.fmean(rewards[end - LAST : end]) for end in range(LAST, len(rewards) + 1)]
-
-
-def rewards(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) -> str:
-    """What answers earned as they were sampled in training; hardly a question is asked twice. "Sooner" compares when
-    each side's mean came to that of TRL's end."""
-    head = ["task", "way", "seeds", "last rewards %", "against TRL, over seeds, 95 %", "s to TRL's", "sooner"]
-    lines: list[list[str]] = []
-    for kind in kinds:
-        ends = {way: [end for row in found.get((kind, way), []) for end in trailing(row)[-1:]] for way in NAMES}
-        if not (peers := ends["trl"]):
-            continue
-        times = {
-            way: [came_to(row, statistics.fmean(peers)) for row in found.get((kind, way), [])] for way in NAMES
-        }  # fmt: skip
-        for way, name in NAMES.items():
-            if not ends[way]:
-                continue
-            lines.append([
-                kind, name, str(len(ends[way])), spread([100 * end for end in ends[way]], ".1f"),
-                *((over_seeds(peers, ends[way]), when(times[way]), ratio(times["trl"], times[way])) if way != "trl"
-                  else ("", when(times[way]), "")),
+                " to ".join(map(str, sorted({min(jobs), max(jobs)}))), came, each_seeds, *sooner,
             ])  # fmt: skip
     return markdown(head, lines)
 
@@ -186,19 +167,8 @@ def when(times: Sequence[float | None]) -> str:
     return spread(came, ".0f") + (f", {len(came)} of {len(times)} seeds" if len(came) < len(times) else "")
 
 
-def ratio(theirs: Sequence[float | None], ours: Sequence[float | None]) -> str:
-    """How many times sooner; empty where one of the seeds never came, for that has no time."""
-    known, mine = ([each for each in side if each is not None] for side in (theirs, ours))
-    if len(known) < len(theirs) or len(mine) < len(ours):
-        return ""
-    return f"{statistics.fmean(known) / statistics.fmean(mine):.2f} x"
-
-
-def came_to(row: Row, wanted: float) -> float | None:
-    """Seconds after which the mean of the last steps' rewards first was as much."""
-    return next(
-        (at for at, mean in zip(row["seconds"][LAST - 1 :], trailing(row), strict=True) if mean >= wanted), None
-    )
+def ratio(theirs: float | None, ours: float | None) -> str:
+    return f"{theirs / ours:.2f} x" if theirs and ours else ""
 
 
 def curves(kind: str, found: Mapping[tuple[str, str], list[Row]]) -> str:
@@ -246,19 +216,13 @@ def plans(found: Mapping[tuple[str, str], list[Row]]) -> str:
 def write_tables(rows: Mapping[str, Row], out: Path) -> None:
     """Write real.md and its pictures, and print the tables."""
     found = by_way(rows)
-    held_out = by_way({name: row for name, row in rows.items() if len(row["curve"]) > 1})
     kinds = list(dict.fromkeys(kind for kind, _ in found))
     machines = sorted({(row["gpu"], row["beside"], row["warm"]) for row in rows.values()})
     places = [
         f"{gpu}, {beside} jobs at once, vLLM {'' if warm else 'not '}compiled before" for gpu, beside, warm in machines
     ]
-    parts = ["; ".join(places), "<!-- no picture: curves are below -->", summary(kinds, held_out)]
-    parts += ["<!-- no picture: few rows -->", rewards(kinds, found)]
-    parts += [
-        *(curves(kind, held_out) for kind in dict.fromkeys(kind for kind, _ in held_out)),
-        "<!-- no picture: few rows -->",
-        plans(found),
-    ]
+    parts = ["; ".join(places), "<!-- no picture: curves are below -->", summary(kinds, found)]
+    parts += [*(curves(kind, found) for kind in kinds), "<!-- no picture: few rows -->", plans(found)]
     text = "\n\n".join(parts) + "\n"
     (out / "real.md").write_text(text)
     print(text)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
-from real_tables import by_way, curves, over_seeds, reached, rewards, rows_of, summary
+from real_tables import by_way, curves, mean_curve, over_seeds, reached, rows_of, summary
 from real_tasks import Asked
 
 real: Any = importlib.import_module("real")  # for type checkers it is the folder tests/real
@@ -176,8 +176,8 @@ def test_the_table_says_when_trl_s_accuracy_was_reached_and_how_much_sooner():
     halfway and stayed there, that is when it came to it."""
     none, half, most = "1" * 10 + "0" * 30, "1" * 20 + "0" * 20, "1" * 30 + "0" * 10
     ours, trl = learned("all", 0, 60.0, none, none, most), learned("trl", 0, 120.0, none, none, half)
-    assert reached(ours, 0.5, "seconds") == pytest.approx(45.0)
-    assert reached(trl, 0.75, "seconds") is None
+    assert reached(mean_curve([ours]), 0.5) == pytest.approx(45.0)
+    assert reached(mean_curve([trl]), 0.75) is None
     found = by_way({row["name"]: row for row in (ours, trl)})
     table = [line.strip("| ").split(" | ") for line in summary(["number_format"], found).splitlines()]
     told = dict(zip(table[0], table[2], strict=True))
@@ -191,22 +191,23 @@ def test_the_table_says_when_trl_s_accuracy_was_reached_and_how_much_sooner():
     assert "| 40 | 60 | 2,000 | 75.0 | 120 | 2,000 | 50.0 |" in curves("number_format", found)
 
 
-def rewarded(way: str, *earned: float) -> dict[str, Any]:
-    return learned(way, 0, 30.0, "10", "11") | {
-        "rewards": list(earned), "seconds": [float(n + 1) for n in range(len(earned))]
-    }  # fmt: skip
-
-
-def test_rewards_are_compared_by_when_their_mean_came_to_trl_s_last_one():
-    """TRL earns 0.5 from step 11 on, so the mean of ten is as much after 20; Tandem's after 12. A seed that never comes
-    has no time, of either side; a run of few steps has no such mean."""
-    trl, ours = rewarded("trl", *[0.0] * 10, *[0.5] * 10), rewarded("all", *[0.0] * 2, *[0.5] * 20)
-    found = {("number_format", "trl"): [trl], ("number_format", "all"): [ours]}
-    assert "| Tandem, all weights | 1 | 50.0 | 12 | 1.67 x |" in rewards(["number_format"], found)
-    never = found | {("number_format", "all"): [ours, rewarded("all", *[0.4] * 20)]}
-    assert "| 45.0 (40.0 to 50.0) | 12, 1 of 2 seeds |" in rewards(["number_format"], never)
-    assert " x |" not in rewards(["number_format"], never)
-    assert rewards(["number_format"], {("number_format", "trl"): [rewarded("trl", 0.5)]}) == ""
+def test_means_of_seeds_are_compared_though_a_seed_never_came():
+    """TRL's mean ends at 50 %, to which its second seed never comes. Ours: 50 and 37.5 % halfway, 100 and 50 % in the
+    end, so the mean is at 43.75 % after 30 s and comes to 50 % at 36 s."""
+    rights = {
+        name: "".join("1" if n < of else "0" for n in range(16)) for name, of in (("some", 6), ("half", 8), ("all", 16))
+    }
+    none, some, half, all_ = "0" * 16, rights["some"], rights["half"], rights["all"]
+    ours = [learned("all", 0, 60.0, none, half, all_), learned("all", 1, 60.0, none, some, half)]
+    trl = [learned("trl", 0, 100.0, none, half, all_), learned("trl", 1, 120.0, none, none, none)]
+    table = summary(["number_format"], by_way({row["name"]: row for row in ours + trl}))
+    assert " | 36 | 45 (30 to 60) | 3.06 x | 3.17 x |" in table
+    assert " | 110 | 50, 1 of 2 seeds |" in table
+    never = summary(
+        ["number_format"], by_way({row["name"]: row for row in [learned("all", 0, 9.0, none, some), trl[0]]})
+    )
+    assert " | never | never |" in never
+    assert " x |" not in never
 
 
 def test_an_interval_over_seeds_is_welch_s():
