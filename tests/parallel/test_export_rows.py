@@ -15,7 +15,7 @@ from tandem.model import export_rows
 from tandem.model.export_copy import Deployer
 from tandem.model.export_rows import METADATA, RowDeployer
 from tandem.model.load_rows import opened_model
-from tandem.model.rows import to_meta
+from tandem.model.rows_policy import to_meta
 from tandem.ops.parts import rows_of
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Part

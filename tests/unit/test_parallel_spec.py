@@ -159,7 +159,7 @@ import json, sys, tandem
 spec = {SFT!r} | {{"parallel": {{}}, "data": {{"kind": "file", "path": {str(tmp_path / "rows.jsonl")!r}}}}}
 tandem.run(spec, {str(tmp_path / "run")!r})
 import torch
-ours = [name for name in sys.modules if name.startswith("tandem.") and ("crew" in name or name.endswith("model.rows"))]
+ours = [name for name in sys.modules if name.startswith("tandem.") and ("crew" in name or "model.rows" in name)]
 print(json.dumps([sorted(ours), torch.distributed.is_initialized()]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)

@@ -75,7 +75,8 @@ def policy_by_rows(
     from tandem.model.engine_cuts import engine_cuts
     from tandem.model.hosts import Hosts
     from tandem.model.load_rows import opened_model
-    from tandem.model.rows import Rows, RowsPolicy
+    from tandem.model.rows import Rows
+    from tandem.model.rows_policy import RowsPolicy
     from tandem.train.crew_policy import CrewPolicy
     from tandem.train.gradient_tree import tree
 
