@@ -22,6 +22,7 @@ def test_no_weight_that_computes_is_changed(master):
     weights = pretrained(300, 70)
     assert torch.equal(master.adopt("w", with_unseen_bits("w", weights)).float(), weights)
     assert torch.equal(weights, pretrained(300, 70))
+    assert master.keeps_bits == bool(master.state())
 
 
 def test_every_place_between_two_steps_is_as_likely():

@@ -99,7 +99,7 @@ def policy_by_rows(
         crew.gathers_for, crew.sums_by_step = "step" if keeps else "layer", adds
         cuts = engine_cuts(module, crew.ranks) if in_engine else None
         rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps, adds=adds, cuts=cuts)
-        adopt = master.adopt if narrowed and not options["lora"] else None
+        adopt = master.adopt if master.keeps_bits else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)
     return CrewPolicy(crew, policy)
 

@@ -222,7 +222,7 @@ def model(
         module = policy.module
     else:
         if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
-            narrow(module, device, None if spec.lora else master_weights.adopt)
+            narrow(module, device, master_weights.adopt if master_weights.keeps_bits else None)
         module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto it
         policy = kind(module, tokenizer, **options)
     model_context = module.config.get_text_config().max_position_embeddings

@@ -27,6 +27,8 @@ class Master(Protocol):
 
     halves: bool
     """Whether the bits of `live`, with the 16 bits of `state` if it has this name, are the exact value."""
+    keeps_bits: bool
+    """Whether `adopt` keeps the bits of the exact value that bf16 lacks, instead of rounding them away."""
 
     def adopt(self, name: str, exact: Tensor) -> Tensor:
         """Return the tensor to serve for the fp32 tensor `exact`."""
@@ -44,6 +46,7 @@ class Master(Protocol):
 
 class _NoState:
     halves = False
+    keeps_bits = False
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -100,6 +103,7 @@ class Fp32Copy:
     """bf16 with a whole fp32 copy beside it."""
 
     halves = False
+    keeps_bits = True
 
     def __init__(self) -> None:
         self._exact: dict[str, Tensor] = {}
@@ -123,6 +127,7 @@ class SplitMaster:
     """bf16 with the other 16 bits of each weight beside it: together fp32 exactly, in 4 bytes and without a copy."""
 
     halves = True
+    keeps_bits = True
 
     def __init__(self) -> None:
         self._low: dict[str, Tensor] = {}
