@@ -18,6 +18,16 @@ TESTS = Path(__file__).parents[1]
 STAND_STILL = """
 import os, signal, subprocess
 from pathlib import Path
+from standstill import Standstill
+
+longest_s = Standstill.longest_s
+
+def counted(machine):
+    with Path(__file__).with_name("asked").open("a") as file:
+        file.write("asked ")
+    return longest_s(machine)
+
+Standstill.longest_s = counted
 
 def stand_still():
     subprocess.Popen(["sh", "-c", f"sleep 0.8; kill -CONT {os.getpid()}"])
@@ -71,6 +81,7 @@ def test_a_test_that_failed_is_done_again_only_where_the_machine_stood_still(tmp
     }, played.stdout
     assert "2 failed, 2 passed, 2 rerun" in played.stdout
     assert "its lease ran out" in played.stdout
+    assert (tmp_path / "asked").read_text().split() == ["asked"] * 4, "it waits after the four failures alone"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no thread can choose its processor")
