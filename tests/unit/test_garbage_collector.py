@@ -126,7 +126,7 @@ class OnGpu:
 
 
 @pytest.fixture
-def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnGpu]:
+def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report: None) -> Iterator[OnGpu]:
     seen, made = OnGpu(tmp_path), PolicyTrainer.__init__
 
     def noted(self: PolicyTrainer, *given: Any, **more: Any) -> None:
