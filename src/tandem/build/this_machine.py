@@ -34,6 +34,6 @@ def refuse_no_vllm(python: str) -> None:
         )
 
 
-def vllm_installed() -> bool:
-    """Return whether `tandem engine install vllm` made its environment in this directory."""
-    return Path(default_python()).exists()
+def vllm_installed(python: str = "") -> bool:
+    """Return whether `tandem engine install vllm` made its environment in this directory. `python`: another one's."""
+    return Path(python or default_python()).exists()

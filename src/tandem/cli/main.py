@@ -306,7 +306,10 @@ def serve(
     adapters_file: Annotated[
         Path | None, typer.Option(help="JSON file, {NAME: DIR}, of more adapters; it is read again when it changes.")
     ] = None,
-    engine: Annotated[Literal["hf", "vllm"], typer.Option(help="hf: the embedded engine. vllm: vLLM.")] = "hf",
+    engine: Annotated[
+        Literal["auto", "hf", "vllm"],
+        typer.Option(help="hf: the embedded engine. vllm: vLLM. auto: vLLM on a GPU where it is installed, else hf."),
+    ] = "auto",
     option: EngineTable = None,
     adapter_slots: Annotated[
         int, typer.Option(min=0, help="With vllm: most adapters at a time. Default: those named, and 32 for a file.")
@@ -314,13 +317,14 @@ def serve(
     max_rank: Annotated[int, typer.Option(min=0, help="With vllm: highest adapter rank. 0: of those named.")] = 0,
 ) -> None:
     """Serve a model over OpenAI's API: /v1/models, /v1/chat/completions, /v1/completions."""
-    from tandem.recipes.serve import default_data_dir, serve_model
+    from tandem.recipes.serve import default_data_dir, engine_here, serve_model
     from tandem.serve.http.run import Listen
     from tandem.spec.load import parse_own_engine
 
     listen = Listen(data_dir or default_data_dir(source), host, port, ready_file, insecure)
+    spec = engine_here(source, option or ()) if engine == "auto" else parse_own_engine(engine, option or ())
     serve_model(
-        source, listen, parse_own_engine(engine, option or ()), thinking=thinking, feedback=feedback, step=step,
+        source, listen, spec, thinking=thinking, feedback=feedback, step=step,
         name=name, adapters=adapter or (), adapters_file=adapters_file, adapter_slots=adapter_slots, max_rank=max_rank,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.build import run_engines, served_adapters, standalone_engines, training
+from tandem.build.this_machine import vllm_installed
 from tandem.errors import EngineLost, RunError, SpecError, TandemError
 from tandem.io import prestart
 from tandem.io.chat_feedback import ChatStore
@@ -27,7 +28,7 @@ from tandem.recipes.online_export import find_learned, merged_copy
 from tandem.serve.http.run import Listen, serve_forever
 from tandem.serve.terminal_chat import chat_loop
 from tandem.spec.engine import HfEngineSpec, ServerEngineSpec, VllmEngineSpec
-from tandem.spec.load import load_spec
+from tandem.spec.load import load_spec, parse_overrides, parse_own_engine
 from tandem.spec.model import PathModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 from tandem.types import Sampling
@@ -40,17 +41,18 @@ def serve_model(
     feedback: bool = False, step: int | None = None, name: str = "", adapters: Sequence[str] = (),
     adapters_file: str | Path | None = None, adapter_slots: int = 0, max_rank: int = 0,
 ) -> None:  # fmt: skip
-    """Serve a model over OpenAI's API until SIGTERM or Ctrl-C. `feedback`: keep each chat in the data directory, and
-    take thumbs for its id. `step`: the checkpoint of a run to serve; its files are checked by its seal before and after
-    they are loaded. `name`: to serve it under; default: the directory's. `adapters`: further models of the same base,
-    as NAME=DIR, NAME=RUN or NAME=RUN@STEP. `adapters_file`: names more of them, and is read again when it changes.
-    vLLM must know how many adapters it may have (`adapter_slots`; 0: those named, and 32 with a file) and their
-    highest rank (`max_rank`; 0: that of the adapters named, and at least 16). Its weights are bfloat16 on a GPU and
-    float32 on a CPU; the embedded engine's are float32."""
+    """Serve a model over OpenAI's API until SIGTERM or Ctrl-C. `spec`: of the engine; None chooses one, and says which.
+    `feedback`: keep each chat in the data directory, and take thumbs for its id. `step`: the checkpoint of a run to
+    serve; its files are checked by its seal before and after they are loaded. `name`: to serve it under; default: the
+    directory's. `adapters`: further models of the same base, as NAME=DIR, NAME=RUN or NAME=RUN@STEP. `adapters_file`:
+    names more of them, and is read again when it changes. vLLM must know how many adapters it may have
+    (`adapter_slots`; 0: those named, and 32 with a file) and their highest rank (`max_rank`; 0: that of the adapters
+    named, and at least 16). Weights are bfloat16 on a GPU and float32 on a CPU."""
     from tandem.serve.http.service import create_app
     from tandem.serve.openai.service import openai_service
 
     path, found_name, version = find_model(source) if step is None else find_step(Path(source), step)
+    spec = spec or engine_here(source)
     if isinstance(spec, VllmEngineSpec):
         spec = _as_the_run_has_it(spec, Path(source))
     own = served_adapters.is_adapter(Path(path))
@@ -66,7 +68,7 @@ def serve_model(
     else:
         # inline=False: the model computes off the event loop, so that HTTP can answer meanwhile.
         base = Path(source) if own else path
-        model, engine = load_model(base, version, spec or HfEngineSpec(), thinking=thinking, inline=False)
+        model, engine = load_model(base, version, spec, thinking=thinking, inline=False)
     if step is not None:
         find_step(Path(source), step)
     failed, watch = list[TandemError](), list[asyncio.Task[None]]()
@@ -105,6 +107,27 @@ def serve_model(
     serve_forever(create_app(replace(service, close=close), token=token, hosts=listen.hosts), listen)
     if failed:
         raise failed[0]
+
+
+def engine_here(source: str | Path, options: Sequence[str] = ()) -> HfEngineSpec | VllmEngineSpec:
+    """Return the engine that serves where none is named, and say which, and why: vLLM on a GPU where it is installed.
+    `options`: of its table, as KEY=VALUE."""
+    keys = parse_overrides(options).keys()
+    of_hf, of_vllm = (sorted(keys - other.model_fields.keys()) for other in (VllmEngineSpec, HfEngineSpec))
+    why_not = (
+        f"{of_hf[0]} is no setting of vLLM's" if of_hf
+        else "" if of_vllm
+        else "there is no GPU" if training.pick_device("auto").type == "cpu"
+        else "vLLM is not installed; `tandem engine install vllm` does that"
+        if not vllm_installed(_as_the_run_has_it(VllmEngineSpec(), Path(source)).python)
+        else ""
+    )  # fmt: skip
+    why = f"{of_vllm[0]} is a setting of its own" if of_vllm else "it is installed"
+    told = (
+        f"the embedded engine serves: {why_not}" if why_not else f"vLLM serves: {why} (--engine hf: the embedded one)"
+    )
+    print(told, file=sys.stderr, flush=True)
+    return parse_own_engine("hf" if why_not else "vllm", options)
 
 
 def _as_the_run_has_it(spec: VllmEngineSpec, source: Path) -> VllmEngineSpec:
