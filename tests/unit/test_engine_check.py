@@ -48,7 +48,11 @@ def outcomes(engine: Any) -> list[OneCheck]:
 
 
 def test_an_engine_that_does_as_it_should_passes():
-    assert {check.state for check in outcomes(Scripted())} == {"passed"}
+    found = outcomes(Scripted())
+    assert {check.state for check in found} == {"passed"}
+    assert "logprobs match the trainer's: passed: within 0 nats a token in each of 4 answers; 0.01 are allowed" in [
+        str(check) for check in found
+    ]
 
 
 def one_fewer(told: Completion, sampling: Sampling) -> Completion:
@@ -123,7 +127,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     monkeypatch.setattr(standalone_engines, "record_passed", record)
     monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
-    monkeypatch.setattr(engine_commands, "_request_checks", lambda python, device: [OneCheck("requests", "passed")])
+
+    def requests(python: str, device: str, model: str = "") -> list[OneCheck]:
+        return [OneCheck(f"requests{model and f' to {model}'}", "passed")]
+
+    monkeypatch.setattr(engine_commands, "_request_checks", requests)
     return found
 
 
@@ -149,6 +157,13 @@ def test_what_passed_is_recorded_and_what_cannot_be_here_is_no_failure(
     assert {(each["python"], each["unchecked"], each["engine"]) for each in asked} == {("/p/python", True, "vllm")}
     assert "shared: not here: no GPU" in told
     assert len(told) == 1 + len(engine_commands.CHECKED_BRIDGES) + 1 + 1
+
+
+def test_one_model_says_nothing_of_the_version(recorded: list[list[str]], monkeypatch: pytest.MonkeyPatch):
+    asked = benched(monkeypatch)
+    found = check_engine("/p/python", model="mine", device="cpu")
+    assert [str(check) for check in found.checks] == ["requests to mine: passed"]
+    assert (recorded, asked) == ([], [])
 
 
 @pytest.mark.parametrize(

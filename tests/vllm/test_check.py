@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from vllm_cpu import PYTHON
 
-from tandem.build import standalone_engines
+from tandem.build import standalone_engines, training
 from tandem.recipes import engine_commands
+from tandem.spec.model import PresetModel
+from tandem.spec.precision import Float32Precision
 
 REQUESTS, BRIDGES = 5, ["shared", "broadcast", "adapter", "adapter_broadcast", "disk", "restart"]
 
@@ -28,3 +31,13 @@ def test_it_passes_all_that_a_cpu_allows_and_is_recorded(tmp_path: Path, monkeyp
     ((python, version, checks),) = recorded
     assert (python, version) == (str(PYTHON), found.version)
     assert checks[REQUESTS:] == BRIDGES
+
+
+@pytest.mark.timeout(600)
+def test_one_model_is_compared_by_prompts_of_its_own(tmp_path: Path):
+    preset = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, torch.device("cpu"))
+    preset.policy.export(tmp_path)
+    found = engine_commands.check_engine(str(PYTHON), model=str(tmp_path), device="cpu", tell=print)
+    assert found.passed
+    assert len(found.checks) == REQUESTS
+    assert any(" nats a token in each of 16 answers" in check.why for check in found.checks)

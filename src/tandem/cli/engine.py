@@ -100,6 +100,10 @@ def engine_install(
 @engine_app.command("check")
 def engine_check(
     python: Annotated[str, typer.Option(help="vLLM's interpreter. Default: the one of `engine install vllm`.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(help="Check that vLLM computes this model as the trainer does: directory, GGUF file or hub id."),
+    ] = "",
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Device of trainer and engine; auto takes a GPU if present.")
     ] = "auto",
@@ -107,7 +111,7 @@ def engine_check(
     """Run the conformance suite on an installed vLLM and record its version if it passes. Exit code 1: it failed."""
     from tandem.recipes.engine_commands import check_engine
 
-    if not check_engine(python, device=device, tell=typer.echo).passed:
+    if not check_engine(python, model=model, device=device, tell=typer.echo).passed:
         raise typer.Exit(1)
 
 

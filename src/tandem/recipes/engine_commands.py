@@ -2,7 +2,7 @@
 
 A check does what a run would do, with the trainer's own policy and vLLM in its own process and environment. It sends
 versions over every bridge that the device allows, with a run's proofs. It sends requests, and compares the logprobs of
-the answers with the trainer's.
+the answers with the trainer's. Of one model it sends requests alone, in the model's own template.
 """
 
 from __future__ import annotations
@@ -10,23 +10,31 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import TandemError
 from tandem.protocols import Engine, Trainer
 from tandem.recipes import sync_bench
 from tandem.spec.bridges import BRIDGES
+from tandem.spec.load import with_values
 from tandem.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
+    from tandem.spec.run import RlSpec
 
 CHECKED_BRIDGES = tuple(name for name, traits in BRIDGES.items() if not traits.in_process)
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
+_CONTEXT = 1024
+"""Tokens of a prompt and its answer, of a model that is named."""
+
+
+class _Failed(TandemError):
+    """What a check found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +77,21 @@ def install_engine(
 def check_engine(
     python: str | Path = "",
     *,
+    model: str = "",
     device: Literal["auto", "cpu", "cuda"] = "auto",
     tell: Callable[[str], None] = lambda text: None,
 ) -> EngineCheck:
-    """Check that the vLLM of an interpreter does what runs need. If it does, record that beside the interpreter."""
+    """Check that the vLLM of an interpreter does what runs need. If it does, record that beside the interpreter.
+    `model`: check that it computes this one as the trainer does; a directory, a GGUF file or an id of the hub."""
     python, picked = str(python or standalone_engines.default_python()), _picked(device)
     version = standalone_engines.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
     checks: list[OneCheck] = []
-    for check in _checks(python, picked):
+    for check in _request_checks(python, picked, model) if model else _checks(python, picked):
         checks.append(check)
         tell(str(check))
     found = EngineCheck(python, version, picked, tuple(checks))
-    if found.passed:
+    if found.passed and not model:
         names = [check.name for check in checks if check.state == "passed"]
         tell(f"vLLM {version} has passed: recorded in {standalone_engines.record_passed(python, version, names)}")
     return found
@@ -136,28 +146,33 @@ class ServedVersion:
         )
 
 
-def _request_checks(python: str, device: str) -> list[OneCheck]:
+def _request_checks(python: str, device: str, path: str = "") -> list[OneCheck]:
+    """`path`: of a model; empty: the small one of the conformance suite, with prompts of random ids."""
     with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
         spec = sync_bench.bench_spec(sync_bench.ON_ANY_DEVICE, "tiny", device, "vllm", Path(home), {"python": python})
+        if path:
+            spec = cast("RlSpec", with_values(spec, {"model": {"path": path}, "engine.max_context": _CONTEXT}))
         model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
         try:
-            return asyncio.run(_served_and_asked(spec, model, Path(home)))
+            return asyncio.run(_served_and_asked(spec, model, Path(home), own_prompts=bool(path)))
         except (TandemError, RuntimeError) as error:
             return [OneCheck("requests", "failed", f"{type(error).__name__}: {error}")]
 
 
-async def _served_and_asked(spec: Any, model: BuiltModel, home: Path) -> list[OneCheck]:
+async def _served_and_asked(spec: RlSpec, model: BuiltModel, home: Path, *, own_prompts: bool) -> list[OneCheck]:
     joined = run_engines.join(spec, model, home, unchecked=True)
     publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
     rng = random.Random("engine check")
     prompts = [[rng.randrange(model.num_ids) for _ in range(5 + 3 * number)] for number in range(_PROMPTS)]
-    limit = run_engines.canary(model).ceiling
+    canary = run_engines.canary(model)
+    if own_prompts:
+        prompts = [list(each) for each in (canary.prompt_ids, *canary.more_prompts)]
     try:
         await publisher.publish(trainer)
         sync_bench.move_weights(model, trainer)
         await publisher.publish(trainer)
-        served = ServedVersion(joined.engine, trainer, prompts, model.renderer.end_ids, limit)
+        served = ServedVersion(joined.engine, trainer, prompts, model.renderer.end_ids, canary.ceiling)
         return await request_checks(served)
     finally:
         await joined.engine.close()
@@ -169,43 +184,49 @@ async def request_checks(served: ServedVersion) -> list[OneCheck]:
     return [await _outcome(name, check, served) for name, check in _CHECKS.items()]
 
 
-async def _outcome(name: str, check: Callable[[ServedVersion], Any], served: ServedVersion) -> OneCheck:
+async def _outcome(name: str, check: Callable[[ServedVersion], Awaitable[str]], served: ServedVersion) -> OneCheck:
     try:
-        why = await check(served)
+        return OneCheck(name, "passed", await check(served))
+    except _Failed as error:
+        return OneCheck(name, "failed", str(error))
     except TandemError as error:
-        why = f"{type(error).__name__}: {error}"
-    return OneCheck(name, "failed" if why else "passed", why)
+        return OneCheck(name, "failed", f"{type(error).__name__}: {error}")
 
 
 async def _counts(served: ServedVersion) -> str:
     for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=1)):
         ended = bool(answer.ids) and answer.ids[-1] in served.end_ids
         if len(answer.ids) > _TOKENS or (len(answer.ids) < _TOKENS and not ended):
-            return f"{len(answer.ids)} tokens instead of {_TOKENS}, and the last is not an end token"
+            raise _Failed(f"{len(answer.ids)} tokens instead of {_TOKENS}, and the last is not an end token")
         if len(answer.logprobs) != len(answer.ids) or len(answer.versions) != len(answer.ids):
-            return f"{len(answer.ids)} tokens, {len(answer.logprobs)} logprobs, {len(answer.versions)} versions"
+            raise _Failed(f"{len(answer.ids)} tokens, {len(answer.logprobs)} logprobs, {len(answer.versions)} versions")
         if (answer.finish_reason == "stop") != ended:
-            return f"finish_reason is '{answer.finish_reason}', but the last token is {answer.ids[-1]}"
+            raise _Failed(f"finish_reason is '{answer.finish_reason}', but the last token is {answer.ids[-1]}")
     return ""
 
 
 async def _logprobs(served: ServedVersion) -> str:
+    gaps = list[float]()
     for sampling in (Sampling(max_tokens=_TOKENS, seed=2), Sampling(max_tokens=_TOKENS, temperature=0.0)):
         for prompt, told in zip(served.prompts, await served.ask(sampling), strict=True):
             if not told.ids or len(told.logprobs) != len(told.ids):
-                return f"{len(told.ids)} tokens, {len(told.logprobs)} logprobs"
+                raise _Failed(f"{len(told.ids)} tokens, {len(told.logprobs)} logprobs")
             ours = served.trainer.score([*prompt, *told.ids], len(prompt))
-            gap = sum(abs(a - b) for a, b in zip(ours, told.logprobs, strict=True)) / len(ours)
-            if not gap <= served.limit:
-                return f"{gap:.4f} nats a token from the trainer's, at temperature {sampling.temperature:g}"
-    return ""
+            gaps.append(sum(abs(a - b) for a, b in zip(ours, told.logprobs, strict=True)) / len(ours))
+            if not gaps[-1] <= served.limit:
+                raise _Failed(
+                    f"{gaps[-1]:.4f} nats a token from the trainer's, at temperature {sampling.temperature:g}"
+                )
+    return f"within {max(gaps):.2g} nats a token in each of {len(gaps)} answers; {served.limit:g} are allowed"
 
 
 async def _seeds(served: ServedVersion) -> str:
     first, again, other = [await served.ask(Sampling(max_tokens=_TOKENS, seed=seed)) for seed in (3, 3, 1003)]
     if [answer.ids for answer in first] != [answer.ids for answer in again]:
-        return "one seed gave two answers"
-    return "two seeds gave one answer" if [told.ids for told in first] == [told.ids for told in other] else ""
+        raise _Failed("one seed gave two answers")
+    if [told.ids for told in first] == [told.ids for told in other]:
+        raise _Failed("two seeds gave one answer")
+    return ""
 
 
 async def _stop_ids(served: ServedVersion) -> str:
@@ -215,7 +236,7 @@ async def _stop_ids(served: ServedVersion) -> str:
     told = await served.engine.generate(prompt, Sampling(max_tokens=_TOKENS, temperature=0.0, stop_ids=(stop,)))
     until = free.ids[: free.ids.index(stop) + 1]
     if told.ids != until or told.finish_reason != "stop":
-        return f"{told.ids} ('{told.finish_reason}') instead of {until}: it must end at the first {stop}"
+        raise _Failed(f"{told.ids} ('{told.finish_reason}') instead of {until}: it must end at the first {stop}")
     return ""
 
 
@@ -223,13 +244,16 @@ async def _versions(served: ServedVersion) -> str:
     found = {
         version for answer in await served.ask(Sampling(max_tokens=_TOKENS, seed=4)) for version in answer.versions
     }
-    return "" if found == {served.trainer.version} else f"{sorted(found)} instead of {served.trainer.version}"
+    if found != {served.trainer.version}:
+        raise _Failed(f"{sorted(found)} instead of {served.trainer.version}")
+    return ""
 
 
-_CHECKS: dict[str, Callable[[ServedVersion], Any]] = {
+_CHECKS: dict[str, Callable[[ServedVersion], Awaitable[str]]] = {
     "as many tokens as asked for": _counts,
     "logprobs match the trainer's": _logprobs,
     "a seed gives the same tokens again": _seeds,
     "a stop id ends the answer": _stop_ids,
     "every token has the version served": _versions,
 }
+"""Each returns more of what passed, or nothing, and raises `_Failed`."""
