@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chat_tokenizers import CHATML
 from typer.testing import CliRunner
 
 import tandem
 from tandem.build import standalone_engines, training
 from tandem.cli.main import app
+from tandem.errors import SpecError
+from tandem.recipes.plan_run import plan_run
+from tandem.runs.first_spec import FirstAnswers, first_spec
+from tandem.spec.load import parse_spec
 from tandem.text.tokenizer import CHAT_TEMPLATE
 
 
@@ -38,6 +44,42 @@ def test_a_sound_model_is_described_and_answers_with_the_trainers_logprobs(tiny:
     assert "(h200): fits" in told["memory"]["all weights"]
     assert told["answer"]["nats a token, engine from trainer"] < 1e-5
     assert "no findings" in CliRunner().invoke(app, ["model", "check", str(tiny)]).stdout
+
+
+@pytest.mark.parametrize("gpu", [(), ("--gpu", "none"), ("--gpu", "cpu")])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without --gpu, the machine is that GPU")
+def test_memory_on_a_cpu_is_that_of_the_spec_that_init_writes(gpu: tuple[str, ...], tiny: Path):
+    told = checked(str(tiny), *gpu)[1]["memory"]
+    assert told["of"] == (
+        "SFT as `tandem init` writes it, estimated: rows of 1,024 tokens, batch_size = 16, micro_tokens = 2,048, "
+        "activations = 'keep', float32"
+    )
+    first = parse_spec(tomllib.loads(first_spec(FirstAnswers("imitate", str(tiny), "rows", "none", 0.001))))
+    planned = plan_run(first, gpu="cpu", row_tokens=1024)
+    assert told["all weights"].startswith(f"{planned.peak_gib:.2f} GiB of ")
+    assert "(cpu): fits" in told["all weights"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "where", "of"),
+    [
+        ("24", "of 24.0 (a GPU of 24 GiB): fits", "micro_tokens = 4,096, activations = 'recompute', bfloat16"),
+        ("4090", "of 24.0 (4090): fits", "micro_tokens = 4,096, activations = 'recompute', bfloat16"),
+        ("8", "of 8.0 (a GPU of 8 GiB): fits", "micro_tokens = 2,048, activations = 'recompute', bfloat16"),
+    ],
+)
+def test_the_gpus_of_init_are_those_of_the_check(gpu: str, where: str, of: str, tiny: Path):
+    code, told = checked(str(tiny), "--gpu", gpu)
+    assert code == 0
+    assert where in told["memory"]["LoRA, rank 16"]
+    assert told["memory"]["of"].endswith(of)
+
+
+def test_an_unknown_gpu_is_an_error_that_names_the_known_ones(tiny: Path):
+    with pytest.raises(SpecError, match=r"--gpu 23: choose GiB of memory or a card: none, 8, .*24, .*4090, .*h200"):
+        tandem.check_model(tiny, gpu="23")
+    done = CliRunner().invoke(app, ["model", "check", str(tiny), "--gpu", "23"])
+    assert (done.stdout, type(done.exception), SpecError.exit_code) == ("", SpecError, 2)
 
 
 def test_an_engine_that_differs_from_the_trainer_is_a_finding(tiny: Path, monkeypatch: pytest.MonkeyPatch):

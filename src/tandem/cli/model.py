@@ -20,7 +20,10 @@ def model() -> None:
 def model_check(
     source: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a GGUF file or a hub id.")],
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of the weights.")] = "float32",
-    gpu: Annotated[str, typer.Option(help="GPU to plan memory for, as in `plan`. Default: this machine.")] = "",
+    gpu: Annotated[
+        str,
+        typer.Option(help="Memory to plan for: none, GiB such as 24, or a card such as 4090. Default: this machine."),
+    ] = "",
     revision: Annotated[str, typer.Option(help="Branch, tag or commit of a hub id.")] = "main",
     as_json: AsJson = False,
 ) -> None:

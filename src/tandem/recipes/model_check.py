@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tomllib
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,15 @@ from tandem.errors import SpecError, TandemError
 from tandem.io.gguf.source import gguf_of
 from tandem.io.model_path_check import refuse_missing
 from tandem.recipes import plan_run as plans
+from tandem.runs.first_spec import FirstAnswers, Way, gpu_gib, gpus, spec_for
+from tandem.runs.planner.calibration import card_named
+from tandem.runs.planner.plan import kind_of
 from tandem.spec.bridges import BRIDGES
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.load import parse_spec
 from tandem.spec.model import PathModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
+from tandem.spec.run import RunSpec, SftSpec
 from tandem.types import Sampling, Trajectory
 
 if TYPE_CHECKING:
@@ -74,8 +79,11 @@ class ModelCheck:
 def check_model(
     source: str | Path, *, dtype: Literal["float32", "bfloat16"] = "float32", gpu: str = "", revision: str = "main"
 ) -> ModelCheck:
-    """Check a model: a directory, a GGUF file, or a hub id. `gpu`: the kind of GPU to plan memory for; left out, this
-    machine's."""
+    """Check a model: a directory, a GGUF file, or a hub id. `gpu`: the machine to plan memory for, as in `tandem init`;
+    left out, this one. SpecError for an unknown `gpu`."""
+    gpu = "none" if gpu == "cpu" else card_named(gpu) or gpu  # names of `tandem plan`
+    if gpu:
+        gpu_gib(gpu)  # refuses an unknown one
     check = ModelCheck(str(source))
     try:
         pinned = {"revision": revision} if revision != "main" else {}
@@ -90,7 +98,7 @@ def check_model(
     check.model = _facts(spec, model, dtype)
     check.template = _template(model)
     check.fits = _fits(spec, model)
-    check.memory = _memory(spec, dtype, gpu)
+    check.memory = _memory(spec, model, dtype, gpu)
     _ask(check, model, dtype)
     return check
 
@@ -155,28 +163,48 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     return found
 
 
-def _memory(spec: PathModel, dtype: str, gpu: str) -> dict[str, str]:
-    """Return what SFT needs by the planner: all weights, and LoRA."""
+def _memory(spec: PathModel, model: BuiltModel, dtype: str, gpu: str) -> dict[str, str]:
+    """Return what SFT needs by the planner, all weights and LoRA, with the settings that `tandem init` writes."""
+    billions = sum(tensor.numel() for tensor in model.policy.module.parameters()) / 1e9
+    rows = min(_ROW_TOKENS, model.context)
+
+    def written(way: Way, gpu: str) -> RunSpec:
+        told = tomllib.loads(spec_for(FirstAnswers("imitate", spec.path, "rows", gpu), billions, way))
+        told["model"]["revision"] = spec.revision
+        told.setdefault("precision", {"weights": dtype})  # init chooses it for a GPU
+        return parse_spec(told)
+
+    gpu, kind, gib = _machine(gpu, written("full", "none"))
+    where = kind if gpu == "none" or card_named(gpu) else f"a GPU of {gpu} GiB"
+    ways: dict[str, Way] = {"all weights": "full", "LoRA, rank 16": "lora"}
     found: dict[str, str] = {}
-    for name, lora in {"all weights": {}, "LoRA, rank 16": {"lora": {"rank": 16}}}.items():
-        raw = {
-            "recipe": "sft",
-            "model": {"path": spec.path, "revision": spec.revision, **lora},
-            "data": {"kind": "file", "path": "rows.jsonl"},
-            "train": {"steps": 1, "lr": 1e-5},
-            "precision": {"weights": dtype},
-        }
+    for name, way in ways.items():
         try:
-            told = parse_spec(raw)
-            kind, total_gib, _ = plans.live_memory(told) if not gpu else (gpu, 0.0, 0.0)
-            plan = plans.plan_run(told, gpu=kind, memory_gib=total_gib, row_tokens=_ROW_TOKENS)
+            plan = plans.plan_run(written(way, gpu), gpu=kind, memory_gib=gib, row_tokens=rows)
         except TandemError as error:
             found[name] = str(error)
             continue
         verdict = "fits" if plan.fits else "does not fit"
-        found[name] = f"{plan.peak_gib:.2f} GiB of {plan.memory_gib:.1f} ({plan.gpu}): {verdict}"
-    found["of"] = f"SFT with rows of {_ROW_TOKENS:,} tokens, estimated"
+        found[name] = f"{plan.peak_gib:.2f} GiB of {plan.memory_gib:.1f} ({where}): {verdict}"
+    run = written("lora", gpu)
+    assert isinstance(run, SftSpec)
+    found["of"] = (
+        f"SFT as `tandem init` writes it, estimated: rows of {rows:,} tokens, batch_size = {run.train.batch_size}, "
+        f"micro_tokens = {run.train.micro_tokens:,}, activations = '{run.model.activations}', {run.precision.weights}"
+    )
     return found
+
+
+def _machine(gpu: str, spec: RunSpec) -> tuple[str, str, float]:
+    """Return the answer to `tandem init --gpu`, and the kind and the GiB to plan for: this machine's if `gpu` is empty.
+    A GPU of which only the memory is known is planned as an h200 of that memory: the seconds are not shown."""
+    if gpu:
+        return gpu, "cpu" if gpu == "none" else card_named(gpu) or kind_of(spec), gpu_gib(gpu)
+    kind, gib, _ = plans.live_memory(spec)
+    if kind == "cpu":
+        return "none", kind, gib
+    nearest = min((each for each in gpus() if each != "none"), key=lambda each: abs(gpus()[each] - gib))
+    return nearest, kind, gib
 
 
 def _ask(check: ModelCheck, model: BuiltModel, dtype: str) -> None:

@@ -27,6 +27,9 @@ from tandem.spec.presets import SIZES
 Goal: TypeAlias = Literal["rewards", "imitate", "prefer"]
 """rewards: RL on an environment. imitate: SFT on conversations. prefer: DPO on pairs of answers."""
 
+Way: TypeAlias = Literal["full", "lora", "nf4"]
+"""full: every weight is trained. lora: an adapter. nf4: an adapter on a base of 4 bits."""
+
 _GIB = ("8", "12", "16", "24", "32", "48", "80")
 
 _MEASURED_B = 0.135  # billions of parameters of the model whose rates were measured
@@ -59,6 +62,13 @@ def gpus() -> Mapping[str, float]:
     return {"none": 0.0, **{gib: float(gib) for gib in _GIB}, **known}
 
 
+def gpu_gib(gpu: str) -> float:
+    """Return the GiB of memory of an answer to the fourth question; 0 for none. SpecError if it is unknown."""
+    if gpu not in gpus():
+        raise SpecError(f"--gpu {gpu}: choose GiB of memory or a card: {', '.join(gpus())}")
+    return gpus()[gpu]
+
+
 def write_first_spec(answers: FirstAnswers, path: str | Path) -> Path:
     """Write the spec into a new file and return its path."""
     path = Path(path)
@@ -76,12 +86,15 @@ def first_spec(answers: FirstAnswers) -> str:
     """Return the text of a spec, with a comment where a figure was chosen."""
     if answers.goal not in get_args(Goal):
         raise SpecError(f"--goal {answers.goal}: choose {', '.join(get_args(Goal))}")
-    if answers.gpu not in gpus():
-        raise SpecError(f"--gpu {answers.gpu}: choose GiB of memory or a card: {', '.join(gpus())}")
+    gpu_gib(answers.gpu)  # refuses an unknown one
     if answers.model in SIZES:
         return _from_scratch(answers)
     size = answers.billions or model_billions(answers.model)
-    way = _way(answers, size)
+    return spec_for(answers, size, _way(answers, size))
+
+
+def spec_for(answers: FirstAnswers, size: float, way: Way) -> str:
+    """Return the text of the spec that trains a model of `size` billions of parameters this way, fitting or not."""
     tables = [_head(answers, size, way), _model(answers, way)]
     if answers.gpu != "none":
         tables.append('[precision]\nweights = "bfloat16"' + ('\nmaster = "split"' if way == "full" else ""))
@@ -104,9 +117,6 @@ def model_billions(model: str) -> float:
     if found := re.search(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([mb])(?![a-z])", Path(model).name, re.IGNORECASE):
         return float(found[1]) / (1e3 if found[2].lower() == "m" else 1)
     raise SpecError(f"--model {model}: neither its name nor its files say how large it is; give --billions")
-
-
-Way: TypeAlias = Literal["full", "lora", "nf4"]
 
 
 def _way(answers: FirstAnswers, size: float) -> Way:
