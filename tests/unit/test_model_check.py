@@ -19,6 +19,8 @@ from tandem.errors import SpecError
 from tandem.recipes.plan_run import plan_run
 from tandem.runs.first_spec import FirstAnswers, first_spec
 from tandem.spec.load import parse_spec
+from tandem.spec.model import LoraSpec, PathModel
+from tandem.spec.precision import Float32Precision
 from tandem.text.tokenizer import CHAT_TEMPLATE
 
 
@@ -116,3 +118,55 @@ def test_what_is_no_model_is_a_finding(tmp_path: Path):
     code, told = checked(str(tmp_path))
     assert code == 1
     assert "has no config.json" in told["findings"][0]
+
+
+@pytest.fixture
+def adapter(tiny: Path, tmp_path: Path) -> Path:
+    """An adapter of `tiny`, as PEFT writes it."""
+    spec = PathModel(path=str(tiny), lora=LoraSpec(rank=4))
+    policy = training.model(spec, Float32Precision(), 0, torch.device("cpu")).policy
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in policy.trainable():
+            if ".lora_B." in name:
+                tensor.normal_(std=0.05)
+    policy.export(tmp_path)
+    named_base(tmp_path / "adapter", str(tiny))
+    return tmp_path / "adapter"
+
+
+def named_base(adapter: Path, base: str) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": base}))
+
+
+def test_an_adapter_is_checked_on_its_base(tiny: Path, adapter: Path):
+    code, told = checked(str(adapter))
+    assert (code, told["findings"]) == (0, [])
+    assert told["model"]["source"] == f"adapter, rank 4, of {tiny}"
+    assert told["model"]["parameters"] == checked(str(tiny))[1]["model"]["parameters"]
+    assert told["answer"]["nats a token, engine from trainer"] < 1e-5
+    merged = checked(str(adapter.parent))[1]
+    assert told["answer"]["is"] == merged["answer"]["is"] != checked(str(tiny))[1]["answer"]["is"]
+
+
+@pytest.mark.parametrize(
+    ("base", "why"),
+    [
+        ("", "names no base; write base_model_name_or_path: a model's directory, or a hub id"),
+        ("/not/here", "model.path = '/not/here': there is no such directory"),
+    ],
+)
+def test_an_adapter_whose_base_is_not_there_is_a_finding_with_the_way_out(base: str, why: str, adapter: Path):
+    named_base(adapter, base)
+    code, told = checked(str(adapter))
+    assert code == 1
+    assert why in told["findings"][0]
+    assert "base_model_name_or_path" in told["findings"][0]
+    assert str(adapter / "adapter_config.json") in told["findings"][0]
+
+
+def test_a_broken_adapter_is_a_finding_that_names_the_file(adapter: Path):
+    (adapter / "adapter_config.json").write_text("{")
+    code, told = checked(str(adapter))
+    assert (code, "adapter_config.json: cannot be read" in told["findings"][0]) == (1, True)

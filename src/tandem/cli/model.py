@@ -18,7 +18,7 @@ def model() -> None:
 
 @model_app.command("check")
 def model_check(
-    source: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a GGUF file or a hub id.")],
+    source: Annotated[str, typer.Argument(metavar="MODEL", help="Directory of a model or adapter, GGUF file, hub id.")],
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Data type of the weights.")] = "float32",
     gpu: Annotated[
         str,

@@ -82,6 +82,7 @@ def _full(module: Any, source: str) -> Any:
 
 def _merged(module: Any, source: str) -> Any:
     config, saved = _read_adapter(module, source)
+    config.base_model_name_or_path = None  # peft warns of every name; `_fill` refuses an adapter of another model
     try:
         adapter = attach(module, config)
     except ValueError as error:

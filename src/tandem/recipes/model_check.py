@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.build import run_engines, standalone_engines, training
 from tandem.errors import SpecError, TandemError
+from tandem.io.bounded_json import read_json
 from tandem.io.gguf.source import gguf_of
 from tandem.io.model_path_check import refuse_missing
 from tandem.recipes import plan_run as plans
@@ -79,16 +80,14 @@ class ModelCheck:
 def check_model(
     source: str | Path, *, dtype: Literal["float32", "bfloat16"] = "float32", gpu: str = "", revision: str = "main"
 ) -> ModelCheck:
-    """Check a model: a directory, a GGUF file, or a hub id. `gpu`: the machine to plan memory for, as in `tandem init`;
-    left out, this one. SpecError for an unknown `gpu`."""
+    """Check a model: a directory, a GGUF file, a hub id, or the directory of an adapter. `gpu`: the machine to plan
+    memory for, as in `tandem init`; left out, this one. SpecError for an unknown `gpu`."""
     gpu = "none" if gpu == "cpu" else card_named(gpu) or gpu  # names of `tandem plan`
     if gpu:
         gpu_gib(gpu)  # refuses an unknown one
     check = ModelCheck(str(source))
     try:
-        pinned = {"revision": revision} if revision != "main" else {}
-        spec = PathModel.model_validate({"path": str(source), **pinned})
-        refuse_missing(spec)
+        spec, adapter = _spec(str(source), revision)
         precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")
         model = training.model(spec, precision, 0, training.pick_device("auto"))
     except (TandemError, ValueError) as error:
@@ -96,11 +95,39 @@ def check_model(
         return check
     check.mended += model.renderer.mended
     check.model = _facts(spec, model, dtype)
+    if adapter:
+        check.model["source"] = adapter
     check.template = _template(model)
     check.fits = _fits(spec, model)
     check.memory = _memory(spec, model, dtype, gpu)
     _ask(check, model, dtype)
     return check
+
+
+def _spec(source: str, revision: str) -> tuple[PathModel, str]:
+    """Return the [model] to load, and a line that describes an adapter: its base is loaded, and the adapter merged.
+    SpecError if the model or the base is not there."""
+    pinned = {"revision": revision} if revision != "main" else {}
+    file = Path(source) / "adapter_config.json"
+    if not file.is_file():
+        spec = PathModel.model_validate({"path": source, **pinned})
+        refuse_missing(spec)
+        return spec, ""
+    try:
+        read = read_json(file)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{file}: cannot be read: {error}; save or download the adapter again") from error
+    told: dict[str, Any] = read if isinstance(read, dict) else {}
+    if not (base := told.get("base_model_name_or_path")):
+        raise SpecError(f"{file}: names no base; write base_model_name_or_path: a model's directory, or a hub id")
+    pinned = pinned or ({"revision": named} if (named := told.get("revision")) else {})
+    spec = PathModel.model_validate({"path": base, "warm_start": source, **pinned})
+    try:
+        refuse_missing(spec)
+    except SpecError as error:
+        way = f"write where the base of this adapter is as base_model_name_or_path into {file}"
+        raise SpecError(f"{error}; {way}") from error
+    return spec, f"adapter, rank {told.get('r')}, of {base}"
 
 
 def _shown(value: Any) -> str:
