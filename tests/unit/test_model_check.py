@@ -16,7 +16,7 @@ import tandem
 from tandem.build import standalone_engines, training
 from tandem.cli.main import app
 from tandem.errors import SpecError
-from tandem.recipes.plan_run import plan_run
+from tandem.recipes import plan_run as plan_runs
 from tandem.runs.first_spec import FirstAnswers, first_spec
 from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec, PathModel
@@ -57,7 +57,7 @@ def test_memory_on_a_cpu_is_that_of_the_spec_that_init_writes(gpu: tuple[str, ..
         "activations = 'keep', float32"
     )
     first = parse_spec(tomllib.loads(first_spec(FirstAnswers("imitate", str(tiny), "rows", "none", 0.001))))
-    planned = plan_run(first, gpu="cpu", row_tokens=1024)
+    planned = plan_runs.plan_run(first, gpu="cpu", row_tokens=1024)
     assert told["all weights"].startswith(f"{planned.peak_gib:.2f} GiB of ")
     assert "(cpu): fits" in told["all weights"]
 
@@ -75,6 +75,13 @@ def test_the_gpus_of_init_are_those_of_the_check(gpu: str, where: str, of: str, 
     assert code == 0
     assert where in told["memory"]["LoRA, rank 16"]
     assert told["memory"]["of"].endswith(of)
+
+
+def test_a_gpu_of_this_machine_is_planned_with_its_own_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan_runs, "live_memory", lambda spec: ("h200", 19.6, 19.0))  # a card without figures here
+    told = checked(str(tiny))[1]["memory"]
+    assert "of 19.6 (this GPU): fits" in told["all weights"]
+    assert told["of"].endswith("micro_tokens = 4,096, activations = 'recompute', bfloat16")
 
 
 def test_an_unknown_gpu_is_an_error_that_names_the_known_ones(tiny: Path):

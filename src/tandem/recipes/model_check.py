@@ -201,8 +201,7 @@ def _memory(spec: PathModel, model: BuiltModel, dtype: str, gpu: str) -> dict[st
         told.setdefault("precision", {"weights": dtype})  # init chooses it for a GPU
         return parse_spec(told)
 
-    gpu, kind, gib = _machine(gpu, written("full", "none"))
-    where = kind if gpu == "none" or card_named(gpu) else f"a GPU of {gpu} GiB"
+    gpu, kind, gib, where = _machine(gpu, written("full", "none"))
     ways: dict[str, Way] = {"all weights": "full", "LoRA, rank 16": "lora"}
     found: dict[str, str] = {}
     for name, way in ways.items():
@@ -222,16 +221,20 @@ def _memory(spec: PathModel, model: BuiltModel, dtype: str, gpu: str) -> dict[st
     return found
 
 
-def _machine(gpu: str, spec: RunSpec) -> tuple[str, str, float]:
-    """Return the answer to `tandem init --gpu`, and the kind and the GiB to plan for: this machine's if `gpu` is empty.
-    A GPU of which only the memory is known is planned as an h200 of that memory: the seconds are not shown."""
+def _machine(gpu: str, spec: RunSpec) -> tuple[str, str, float, str]:
+    """Return the answer to `tandem init --gpu`, the kind and the GiB to plan for, and their name: of this machine if
+    `gpu` is empty. A GPU of which only the memory is known is planned as an h200 of that memory, for seconds are not
+    shown."""
+    if gpu == "none":
+        return gpu, "cpu", 0.0, "cpu"
     if gpu:
-        return gpu, "cpu" if gpu == "none" else card_named(gpu) or kind_of(spec), gpu_gib(gpu)
+        card = card_named(gpu)
+        return gpu, card or kind_of(spec), gpu_gib(gpu), card or f"a GPU of {gpu} GiB"
     kind, gib, _ = plans.live_memory(spec)
     if kind == "cpu":
-        return "none", kind, gib
+        return "none", kind, gib, kind
     nearest = min((each for each in gpus() if each != "none"), key=lambda each: abs(gpus()[each] - gib))
-    return nearest, kind, gib
+    return nearest, kind, gib, "this GPU"
 
 
 def _ask(check: ModelCheck, model: BuiltModel, dtype: str) -> None:
