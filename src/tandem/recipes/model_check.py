@@ -179,7 +179,7 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     bridges = {name: each for name, each in BRIDGES.items() if not (images and each.shares_memory)}
     ways = {kind: [name for name, each in bridges.items() if kind in each.engines] for kind in ("hf", "server", "vllm")}
     found = {f"engine {kind}": f"bridges {', '.join(names)}" for kind, names in ways.items()}
-    found["engine vllm"] += "; vLLM is not asked here: `tandem engine check`"
+    found["engine vllm"] += "; vLLM is not asked here: `tandem engine check --model` does"
     found["model.attention = 'packed'"] = packed_attention.why_not(module) or "yes"
     linears = {type(part).__name__ for part in module.modules()} & {"Linear", "Conv1D"}
     found["model.lora"] = "yes" if linears else "no linear layers"
