@@ -17,7 +17,7 @@ from tandem.spec.load import parse_spec
 from tandem.types import Trajectory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-QUICK = ("trainer", "packing", "prompt trees", "all weights, inproc", "adapter", "export")
+QUICK = ("trainer", "packing", "prompt trees", "all weights, inproc", "bf16, inproc", "adapter", "export")
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
@@ -47,6 +47,14 @@ def test_an_engine_of_other_weights_is_found(tmp_path: Path):
         other.policy.module.lm_head.weight.mul_(1.01)
     with pytest.raises((suite.Different, SyncError)):
         suite.served(model, suite.InprocBridge(20.0), "live", other)
+
+
+def test_in_bf16_a_gap_is_found_that_would_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bench = suite.Bench(suite.FAMILIES["Qwen3"], tmp_path)
+    answers = suite.answers
+    monkeypatch.setattr(suite, "answers", lambda *args: [(ours + 0.06, theirs) for ours, theirs in answers(*args)])
+    with pytest.raises(suite.Different, match=r"differ by 0\.06\d* nats a token; a run's limit is 0.05 \(16 bits"):
+        suite.outcome("bf16, inproc", bench)
 
 
 def test_a_model_without_sdpa_is_loaded_with_eager_attention_and_a_run_says_so(tmp_path: Path):
