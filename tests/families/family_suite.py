@@ -73,6 +73,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3-MoE": Family("Qwen 3 MoE", "Qwen3MoeConfig", _EXPERTS),
     "Qwen3-Next": Family("Qwen 3 Next", "Qwen3NextConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
     "Qwen3.5": Family("Qwen 3.5, text", "Qwen3_5TextConfig"),
+    "Qwen3.5-MoE": Family(
+        "Qwen 3.5 MoE, text", "Qwen3_5MoeTextConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}
+    ),
     "Mixtral": Family("Mixtral", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Gemma": Family("Gemma 1", "GemmaConfig"),
     "Gemma2": Family("Gemma 2", "Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 16}, "eager"),
@@ -497,8 +500,8 @@ bf16. Each cell is a check:
 | images | trainer, packing, prompt trees, SFT and export hold for rows with images; "text only": it takes none |
 
 Layers that read a row from its left (gated delta net, short convolution, Mamba) would mix the sequences of a row. So in
-Qwen3-Next, Qwen3.5, LFM2, Granite 4, Jamba, Falcon-H1 and OLMo hybrid each sequence has a row of its own, beside
-sequences of like length: packed batches give the results of single sequences, with about a fifth of padding on
+Qwen3-Next, Qwen3.5, Qwen3.5-MoE, LFM2, Granite 4, Jamba, Falcon-H1 and OLMo hybrid each sequence has a row of its own,
+beside sequences of like length: packed batches give the results of single sequences, with about a fifth of padding on
 instruction data. The varlen arguments of their GPU kernels (`cu_seqlens`, `seq_idx`) are not used.
 
 bf16 rounds to 8 bits, so the engine's batches and the trainer's differ by more. A run stops when the mean difference of
