@@ -241,7 +241,10 @@ def same_gradient(model: BuiltModel, given: Sequence[Trajectory]) -> None:
         )
     packed, single = gradients
     for name in single:
-        if not (packed[name] - single[name]).norm() <= 10 * NEAR * (1 + single[name].norm()):
+        # float32 rounds the gradient of a gated delta net's decay more coarsely: in Qwen3.5 packed and single sequences
+        # differ by 1.4e-5, and by 4e-14 where all is computed in float64.
+        most = 10 * NEAR if ".linear_attn." in name else NEAR
+        if not (packed[name] - single[name]).norm() <= most * (1 + single[name].norm()):
             raise Different(f"the gradient of {name} differs between packed and single sequences")
 
 
@@ -315,10 +318,13 @@ def trees(bench: Bench) -> None:
 
 
 def sft(bench: Bench) -> None:
-    """The gradient of a packed batch is that of its sequences one by one; and a step of LoRA and of all weights."""
+    """The gradient of a packed batch is that of its sequences one by one; and a step of all weights."""
     model = bench.built()
     same_gradient(model, rows())
     step(model)
+
+
+def sft_lora(bench: Bench) -> None:
     step(bench.built(LoraSpec(rank=4)))
 
 
@@ -449,9 +455,9 @@ def by_images(module: Any, given: Sequence[Trajectory], source: Any) -> Tensor:
 
 
 CELLS: dict[str, Callable[[Bench], str | None]] = {
-    "trainer": trainer, "packing": packing, "prompt trees": trees, "SFT": sft, "all weights, inproc": all_weights,
-    "bf16, inproc": bf16, "disk": disk, "LoRA, inproc": lora, "adapter": adapter, "int8, nf4": quantized,
-    "export": export, "ranks": ranks, "images": images,
+    "trainer": trainer, "packing": packing, "prompt trees": trees, "SFT": sft, "SFT, LoRA": sft_lora,
+    "all weights, inproc": all_weights, "bf16, inproc": bf16, "disk": disk, "LoRA, inproc": lora,
+    "adapter": adapter, "int8, nf4": quantized, "export": export, "ranks": ranks, "images": images,
 }  # fmt: skip
 
 
@@ -488,7 +494,8 @@ bf16. Each cell is a check:
 | trainer | the trainer's logprobs are those of plain transformers, within 1e-5 |
 | packing | several sequences in one row give the logprobs of each alone, within 1e-5 |
 | prompt trees | siblings that share one copy of their prompt do, too |
-| SFT | packed sequences have the gradient of single ones, within 1e-4; a step of all weights, and one of LoRA |
+| SFT | packed sequences have the gradient of single ones, within 1e-5 (see below); and a step of all weights |
+| SFT, LoRA | a step of LoRA |
 | all weights, inproc | after a step, the embedded engine's logprobs of what it sampled are the trainer's, within 1e-4 |
 | bf16, inproc | the same in bfloat16: within 0.05 nats in the mean over the tokens |
 | disk | as "all weights, inproc", for an engine with a module of its own, over files |
@@ -507,6 +514,11 @@ instruction data. The varlen arguments of their GPU kernels (`cu_seqlens`, `seq_
 bf16 rounds to 8 bits, so the engine's batches and the trainer's differ by more. A run stops when the mean difference of
 a batch is above [`train.max_logprob_gap`](spec.md); by default that is 0.05 nats or three times the first batch's
 difference, whichever is more. The column uses 0.05; the families here differ by less than 0.01.
+
+Gradients are compared tensor by tensor: the difference's norm is at most 1e-5 of 1 + the tensor's norm. For gated delta
+nets (Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo hybrid) it is at most 1e-4, because float32 rounds the gradient of their
+decay more coarsely (1.4e-5 in Qwen3.5). That is rounding alone: computed in float64 throughout, packed and single
+sequences of Qwen3.5 agree within 4e-14.
 
 A family that is not here may work: `tandem model check MODEL` ([models.md](models.md#check-a-model-first)) says so of
 one model. vLLM is not part of the suite; `tandem engine check` compares it.
