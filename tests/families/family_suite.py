@@ -521,7 +521,7 @@ decay more coarsely (1.4e-5 in Qwen3.5). That is rounding alone: computed in flo
 sequences of Qwen3.5 agree within 4e-14.
 
 A family that is not here may work: `tandem model check MODEL` ([models.md](models.md#check-a-model-first)) says so of
-one model. vLLM is not part of the suite; `tandem engine check` compares it.
+one model. vLLM is not part of the suite; `tandem engine check --model MODEL` compares it.
 
 """
 

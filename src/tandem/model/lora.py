@@ -42,9 +42,8 @@ def add_lora(module: Any, spec: LoraSpec) -> Any:
     try:
         return attach(module, config)
     except ValueError as error:
-        raise SpecError(
-            f"model.lora.targets = {targets}: {error}; name modules of this model, or use 'all-linear'"
-        ) from error
+        way = "name modules of this model" + (", or use 'all-linear'" if targets != "all-linear" else "")
+        raise SpecError(f"model.lora.targets = {targets}: {error}; {way}") from error
 
 
 def _unknown(module: Any, targets: str | Iterable[str]) -> list[str]:
