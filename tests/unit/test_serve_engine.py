@@ -57,15 +57,16 @@ def test_a_run_that_sampled_with_a_vllm_of_its_own_is_served_by_it(vllm: Path, t
 @pytest.mark.usefixtures("vllm")
 def test_a_setting_of_one_engine_chooses_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert engine_here("model", ["kv_gib=2"]) == HfEngineSpec(kv_gib=2)
-    assert said(capsys) == "the embedded engine serves: kv_gib is no setting of vLLM's"
+    assert said(capsys) == "the embedded engine serves: vLLM does not have the setting kv_gib"
     monkeypatch.setattr(serve.training, "pick_device", lambda _: torch.device("cpu"))
     assert engine_here("model") == HfEngineSpec()
     assert said(capsys) == "the embedded engine serves: there is no GPU"
     assert engine_here("model", ["memory_share=0.5"]) == VllmEngineSpec(memory_share=0.5)
-    assert said(capsys) == "vLLM serves: memory_share is a setting of its own (--engine hf: the embedded one)"
+    assert said(capsys) == "vLLM serves: only vLLM has the setting memory_share (--engine hf: the embedded one)"
 
 
 @pytest.mark.usefixtures("vllm")
-def test_a_setting_that_neither_has_is_refused():
+def test_a_setting_that_neither_has_is_refused_before_anything_is_said(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SpecError, match="kv_gb"):
         engine_here("model", ["kv_gb=2"])
+    assert said(capsys) == ""

@@ -35,5 +35,6 @@ def refuse_no_vllm(python: str) -> None:
 
 
 def vllm_installed(python: str = "") -> bool:
-    """Return whether `tandem engine install vllm` made its environment in this directory. `python`: another one's."""
+    """Return whether `tandem engine install vllm` made its environment in this directory. `python`: look for this
+    interpreter instead."""
     return Path(python or default_python()).exists()

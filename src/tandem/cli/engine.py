@@ -108,7 +108,8 @@ def engine_check(
         Literal["auto", "cpu", "cuda"], typer.Option(help="Device of trainer and engine; auto takes a GPU if present.")
     ] = "auto",
 ) -> None:
-    """Run the conformance suite on an installed vLLM and record its version if it passes. Exit code 1: it failed."""
+    """Run the conformance suite on an installed vLLM, and record its version if it passes; or compare one model's
+    logprobs there with the trainer's. Exit code 1: it failed."""
     from tandem.recipes.engine_commands import check_engine
 
     if not check_engine(python, model=model, device=device, tell=typer.echo).passed:

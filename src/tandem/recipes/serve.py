@@ -115,19 +115,20 @@ def engine_here(source: str | Path, options: Sequence[str] = ()) -> HfEngineSpec
     keys = parse_overrides(options).keys()
     of_hf, of_vllm = (sorted(keys - other.model_fields.keys()) for other in (VllmEngineSpec, HfEngineSpec))
     why_not = (
-        f"{of_hf[0]} is no setting of vLLM's" if of_hf
+        f"vLLM does not have the setting {of_hf[0]}" if of_hf
         else "" if of_vllm
         else "there is no GPU" if training.pick_device("auto").type == "cpu"
         else "vLLM is not installed; `tandem engine install vllm` does that"
         if not vllm_installed(_as_the_run_has_it(VllmEngineSpec(), Path(source)).python)
         else ""
     )  # fmt: skip
-    why = f"{of_vllm[0]} is a setting of its own" if of_vllm else "it is installed"
+    why = f"only vLLM has the setting {of_vllm[0]}" if of_vllm else "it is installed"
     told = (
         f"the embedded engine serves: {why_not}" if why_not else f"vLLM serves: {why} (--engine hf: the embedded one)"
     )
+    spec = parse_own_engine("hf" if why_not else "vllm", options)  # refuses a wrong setting before anything is said
     print(told, file=sys.stderr, flush=True)
-    return parse_own_engine("hf" if why_not else "vllm", options)
+    return spec
 
 
 def _as_the_run_has_it(spec: VllmEngineSpec, source: Path) -> VllmEngineSpec:
