@@ -142,12 +142,12 @@ def summary(kinds: Sequence[str], found: Mapping[tuple[str, str], list[Row]]) ->
             if peers and way != "trl":
                 against, seeds = change(of_seeds(peers, -1), of_seeds(ours, -1)), over_seeds(last(peers), last(ours))
             if peers and (theirs := mean_curve(peers))[-1][1] > theirs[0][1]:
-                before, wanted = theirs[0][1], theirs[-1][1]
-                came = when([reached(mean_curve(ours), wanted)])
+                before, wanted, mine = theirs[0][1], theirs[-1][1], mean_curve(ours)
+                came = when([reached(mine, wanted)])
                 each_seeds = when([reached(mean_curve([row]), wanted) for row in ours])
                 if way != "trl":
                     of_gain = (before + part * (wanted - before) for part in (1.0, NEARLY))
-                    sooner = [ratio(reached(theirs, each), reached(mean_curve(ours), each)) for each in of_gain]
+                    sooner = [ratio(reached(theirs, each), reached(mine, each)) for each in of_gain]
             lines.append([
                 kind, name, str(len(rows)), f"{100 * statistics.fmean(of_seeds(rows, 0)):.1f}",
                 spread([100 * each for each in last(rows)], ".1f"),
