@@ -47,7 +47,7 @@ SPOKEN = [TOKENIZER.encode(text) for text in ("altwz<|end|>", "a, then l, then t
 
 _SIZES: dict[str, Any] = {
     "vocab_size": len(TOKENIZER), "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 256,
+    "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256,
     "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": TOKENIZER.eos_token_id,
     "pad_token_id": TOKENIZER.pad_token_id,
 }  # fmt: skip
@@ -78,8 +78,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Mixtral": Family("Mixtral", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Gemma": Family("Gemma 1", "GemmaConfig"),
-    "Gemma2": Family("Gemma 2", "Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 16}, "eager"),
-    "Gemma3": Family("Gemma 3, text", "Gemma3TextConfig", {"sliding_window": 24, "query_pre_attn_scalar": 16}),
+    "Gemma2": Family("Gemma 2", "Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 32}, "eager"),
+    "Gemma3": Family("Gemma 3, text", "Gemma3TextConfig", {"sliding_window": 24, "query_pre_attn_scalar": 32}),
     "Phi3": Family("Phi 3 and 4", "Phi3Config"),
     "OLMo2": Family("OLMo 2", "Olmo2Config"),
     "OLMo3": Family("OLMo 3", "Olmo3Config", {"sliding_window": 24}),
@@ -87,7 +87,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma 4, text",
         "Gemma4TextConfig",
         {
-            "sliding_window": 24, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+            "sliding_window": 24, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
             "vocab_size_per_layer_input": len(TOKENIZER),
         },
     ),
