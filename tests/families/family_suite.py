@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {
     "Llama": Family("Llama 2 to 3.3, SmolLM 1 and 2", "LlamaConfig"),
     "SmolLM3": Family("SmolLM3", "SmolLM3Config"),
     "Mistral": Family("Mistral, Ministral", "MistralConfig", {"sliding_window": 24}),
-    "Qwen2": Family("Qwen 2 and 2.5", "Qwen2Config"),
+    "Qwen2": Family("Qwen 2 and 2.5", "Qwen2Config", {"hidden_size": 128}),
     "Qwen3": Family("Qwen 3", "Qwen3Config"),
     "Qwen3-MoE": Family("Qwen 3 MoE", "Qwen3MoeConfig", _EXPERTS),
     "Qwen3-Next": Family("Qwen 3 Next", "Qwen3NextConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}),

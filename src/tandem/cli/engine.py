@@ -104,6 +104,10 @@ def engine_check(
         str,
         typer.Option(help="Check that vLLM computes this model as the trainer does: directory, GGUF file or hub id."),
     ] = "",
+    bridge: Annotated[
+        list[str] | None,
+        typer.Option(help="With --model: bridge to check; repeatable. Default: the one of a run on this device."),
+    ] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Device of trainer and engine; auto takes a GPU if present.")
     ] = "auto",
@@ -112,7 +116,7 @@ def engine_check(
     logprobs there with the trainer's. Exit code 1: it failed."""
     from tandem.recipes.engine_commands import check_engine
 
-    if not check_engine(python, model=model, device=device, tell=typer.echo).passed:
+    if not check_engine(python, model=model, bridges=bridge or (), device=device, tell=typer.echo).passed:
         raise typer.Exit(1)
 
 

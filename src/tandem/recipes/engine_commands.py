@@ -2,7 +2,8 @@
 
 A check does what a run would do, with the trainer's own policy and vLLM in its own process and environment. It sends
 versions over every bridge that the device allows, with a run's proofs. It sends requests, and compares the logprobs of
-the answers with the trainer's. Of one model it sends requests alone, in the model's own template.
+the answers with the trainer's. Of one model it does both over the bridges that are
+named, with texts in the model's own template.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.build import run_engines, standalone_engines, training
-from tandem.errors import TandemError
+from tandem.errors import SpecError, TandemError
 from tandem.protocols import Engine, Trainer
 from tandem.recipes import sync_bench
-from tandem.spec.bridges import BRIDGES
+from tandem.spec.bridges import BRIDGES, on_one_gpu
 from tandem.spec.load import with_values
 from tandem.types import Completion, Sampling
 
@@ -78,16 +79,26 @@ def check_engine(
     python: str | Path = "",
     *,
     model: str = "",
+    bridges: Sequence[str] = (),
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    options: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> EngineCheck:
     """Check that the vLLM of an interpreter does what runs need. If it does, record that beside the interpreter.
-    `model`: check that it computes this one as the trainer does; a directory, a GGUF file or an id of the hub."""
+    `model`: check that it computes this one as the trainer does; a directory, a GGUF file or an id of the hub.
+    `bridges`: of the model's versions; by default the one that a run takes on this device. `options`: further fields of
+    the spec's [engine] table for such a check."""
     python, picked = str(python or standalone_engines.default_python()), _picked(device)
+    if odd := sorted(set(bridges) - set(CHECKED_BRIDGES)):
+        raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(CHECKED_BRIDGES)}")
+    if bridges and not model:
+        raise SpecError("--bridge: name a model, too; without one all bridges are checked")
+    if model and not bridges:
+        bridges = [on_one_gpu(adapters=False).name if picked == "cuda" else sync_bench.ON_ANY_DEVICE]
     version = standalone_engines.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
     checks: list[OneCheck] = []
-    for check in _request_checks(python, picked, model) if model else _checks(python, picked):
+    for check in _model_checks(python, picked, model, bridges, options or {}) if model else _checks(python, picked):
         checks.append(check)
         tell(str(check))
     found = EngineCheck(python, version, picked, tuple(checks))
@@ -104,6 +115,14 @@ def _picked(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
 def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[OneCheck]:
     yield from _request_checks(python, device)
     yield from _bridge_checks(python, device)
+
+
+def _model_checks(
+    python: str, device: str, path: str, bridges: Sequence[str], options: Mapping[str, Any]
+) -> Iterator[OneCheck]:
+    for bridge in bridges:
+        for check in _request_checks(python, device, path, bridge, options):
+            yield replace(check, name=f"{bridge}: {check.name}")
 
 
 # --- bridges
@@ -146,13 +165,24 @@ class ServedVersion:
         )
 
 
-def _request_checks(python: str, device: str, path: str = "") -> list[OneCheck]:
+def _request_checks(
+    python: str,
+    device: str,
+    path: str = "",
+    bridge: str = sync_bench.ON_ANY_DEVICE,
+    options: Mapping[str, Any] | None = None,
+) -> list[OneCheck]:
     """`path`: of a model; empty: the small one of the conformance suite, with prompts of random ids."""
     with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
-        spec = sync_bench.bench_spec(sync_bench.ON_ANY_DEVICE, "tiny", device, "vllm", Path(home), {"python": python})
+        given = {**(options or {}), "python": python}
+        spec = sync_bench.bench_spec(bridge, "tiny", device, "vllm", Path(home), given)
         if path:
-            spec = cast("RlSpec", with_values(spec, {"model": {"path": path}, "engine.max_context": _CONTEXT}))
+            lora = {} if spec.model.lora is None else {"lora": spec.model.lora.model_dump()}
+            spec = cast("RlSpec", with_values(spec, {"model": {"path": path, **lora}}))
         model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
+        if path:
+            longest: int = model.policy.module.config.get_text_config().max_position_embeddings
+            spec = cast("RlSpec", with_values(spec, {"engine.max_context": min(longest, _CONTEXT)}))
         try:
             return asyncio.run(_served_and_asked(spec, model, Path(home), own_prompts=bool(path)))
         except (TandemError, RuntimeError) as error:

@@ -1,15 +1,24 @@
 """Stop vLLM from packing weights on a CPU: packed weights can be neither written nor read back.
 
 vLLM has no setting for it. So linear layers use vLLM's own fallback for weights that it cannot pack: torch with the
-weight as it is. This must happen before the model is loaded. On GPUs vLLM does not pack, and nothing changes.
+weight as it is. Experts are computed one after the other. This must happen before the model is loaded. On GPUs vLLM
+does not pack, and nothing changes.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+_ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
 
 
 def keep_weights_plain() -> None:
@@ -27,7 +36,42 @@ def keep_weights_plain() -> None:
             layer.cpu_linear = plain_linear
 
     utils.dispatch_cpu_unquantized_gemm = keep_plain
+    try:
+        experts = importlib.import_module(_EXPERTS).CPUUnquantizedExperts
+    except ImportError:  # a vLLM without it; served_memory.py refuses what that has
+        return
+    experts.process_weights_after_loading = lambda self, layer: None
+    experts.apply = plain_experts
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def computes_with_plain_experts(method: Any) -> bool:
+    """Return whether this method of vLLM's for experts is `plain_experts`."""
+    return getattr(type(getattr(method.moe_kernel, "fused_experts", None)), "apply", None) is plain_experts
+
+
+def plain_experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    *others: Any,
+    apply_router_weight_on_input: bool,
+    **more: Any,
+) -> None:
+    """Compute the experts of each token. `w1`: gate and up, by expert; `w2`: down."""
+    act = _ACTIVATIONS[activation.value]  # a KeyError ends vLLM while it starts: it runs the model once
+    shares = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        token, place = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = plain_linear(hidden_states[token], w1[expert], None).chunk(2, dim=-1)
+        made = plain_linear(act(gate) * up, w2[expert], None) * shares[token, place, None]
+        output.index_add_(0, token, made.to(output.dtype))

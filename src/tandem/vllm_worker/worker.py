@@ -34,6 +34,7 @@ from tandem.spec.bridges import traits_of
 from tandem.types import Weights
 from tandem.vllm_worker import served_memory
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
+from tandem.vllm_worker.layer_readers import checkpoints_names
 from tandem.vllm_worker.lora_slots import LoraSlots
 from tandem.vllm_worker.served_memory import TensorLayout, layout_of
 from tandem.vllm_worker.weight_sources import EngineEnd, open_source
@@ -110,7 +111,7 @@ class EngineWorker:
         self._layout: TensorLayout = layout_of(self._model)
         self._adapters: LoraSlots | None = None
         if (manager := getattr(theirs.model_runner, "lora_manager", None)) is not None:
-            fused = getattr(self._model, "packed_modules_mapping", None) or {}
+            fused = checkpoints_names(self._model)
             self._adapters = LoraSlots(manager, self._layout, fused, CheckpointNames(self._model))
         self._source: EngineEnd | None = None
         self._verify_adapters = False

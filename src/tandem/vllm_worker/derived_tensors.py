@@ -1,0 +1,138 @@
+"""The tensors that vLLM computes itself and a trainer has, too: rotary tables, and constants of the configuration.
+
+vLLM keeps cosines and sines by position, a trainer the frequencies that they come from. A version brings the trainer's;
+they must be this engine's own. Otherwise both would compute different models with the same weights.
+
+P positions, F frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.errors import SyncError
+from tandem.ops import digest
+
+_NEAR = 1e-6  # relative; two builds of one formula differ in the last bit, two settings of it by far more
+
+
+class Derived(Protocol):
+    def named(self) -> Mapping[str, Tensor]:
+        """Return what this engine computes, in float32, under the trainer's names."""
+        ...
+
+    def check_received(self, name: str, tensor: Tensor) -> None:
+        """Raise SyncError unless the trainer's tensor is this engine's."""
+        ...
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        """Compute with exactly the trainer's tensor from now on."""
+        ...
+
+    def buffers(self) -> Iterator[Tensor]: ...
+
+    def table(self) -> tuple[str, Tensor, Callable[[], int]]:
+        """Return its name, its memory, and a function that gives the digest it must have."""
+        ...
+
+
+class Rotary:
+    """A rotary table of a model, checked against its frequencies."""
+
+    CLASSES: ClassVar = ("RotaryEmbedding", "Llama3RotaryEmbedding", "MRotaryEmbedding", "Gemma4RotaryEmbedding")
+    """Classes whose table is the cosine and sine of position times frequency, and nothing else."""
+
+    def __init__(self, path: str, layer: Any, name: str, kind: str = "") -> None:
+        """`name`: the trainer's, of the module that has the frequencies. `kind`: of the layers that use this table, if
+        other layers use another."""
+        self._path, self._layer = path, layer
+        before = f"{name}.{kind}_" if kind else f"{name}."
+        self._names = (f"{before}inv_freq", f"{before}original_inv_freq")
+        if type(layer).__name__ == "MRotaryEmbedding" and layer.scaling_factor is not None:
+            raise SyncError(f"rotary: '{path}' scales its positions (YaRN) in three axes, in a way not known")
+        with torch.device("cpu"):  # where a trainer computes its frequencies
+            self.inv_freq: Tensor = layer._compute_inv_freq(layer.base).float()
+        self._compare()
+        self._digest = self._table_digest()
+
+    def is_of(self, layer: Any) -> bool:
+        return layer is self._layer  # vLLM shares one between layers of the same settings
+
+    def named(self) -> Mapping[str, Tensor]:
+        return dict.fromkeys(self._names, self.inv_freq)
+
+    def buffers(self) -> Iterator[Tensor]:
+        return self._layer.buffers(recurse=False)
+
+    def table(self) -> tuple[str, Tensor, Callable[[], int]]:
+        return self._path, self._layer.cos_sin_cache, lambda: self._digest
+
+    def check_received(self, name: str, tensor: Tensor) -> None:
+        if not _near(tensor, self.inv_freq):
+            raise SyncError(
+                f"rotary: '{name}' is not what this engine computes from its configuration (base {self._layer.base}): "
+                "trainer and engine were given different rotary settings, and would compute different models"
+            )
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        theirs = tensor.detach().cpu().float()
+        if not torch.equal(theirs, self.inv_freq):
+            self.inv_freq = theirs.clone()
+            self._layer.cos_sin_cache.copy_(self._table())
+            self._digest = self._table_digest()
+
+    def _table(self) -> Tensor:
+        positions_P = torch.arange(self._layer.cos_sin_cache.shape[0], dtype=torch.float32)
+        angles_PF = torch.outer(positions_P, self.inv_freq)
+        return torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1)
+
+    def _compare(self) -> None:
+        table, ours = self._layer.cos_sin_cache, self._table()
+        if ours.shape != table.shape:
+            raise SyncError(f"rotary: '{self._path}' has a table of {list(table.shape)}, not {list(ours.shape)}")
+        # The served type rounds, and a large angle has few bits left after the point.
+        slack = torch.finfo(table.dtype).eps + 4 * torch.finfo(torch.float32).eps * len(ours)
+        gap = (table.detach().cpu().float() - ours).abs().max().item()
+        if not gap <= slack:
+            raise SyncError(f"rotary: the table of '{self._path}' is {gap:.2g} away from what its frequencies give")
+
+    def _table_digest(self) -> int:
+        return digest.piece(self._layer.cos_sin_cache, self._path)
+
+
+class Constant:
+    """A buffer that both compute by one formula, such as Gemma's scale of embeddings; or vLLM alone."""
+
+    def __init__(self, path: str, buffer: Tensor, name: str = "") -> None:
+        """`name`: the trainer's; empty: its module computes that number in its code."""
+        self._path, self._buffer, self._name = path, buffer, name
+        self._digest = digest.piece(buffer, path)
+
+    def named(self) -> Mapping[str, Tensor]:
+        return {self._name: self._buffer.detach().float()} if self._name else {}
+
+    def buffers(self) -> Iterator[Tensor]:
+        return iter((self._buffer,))
+
+    def table(self) -> tuple[str, Tensor, Callable[[], int]]:
+        return self._path, self._buffer, lambda: self._digest
+
+    def check_received(self, name: str, tensor: Tensor) -> None:
+        if not _near(tensor.to(self._buffer.dtype), self._buffer):
+            raise SyncError(
+                f"apply: '{name}' is not what this engine computes from its configuration: trainer and engine were "
+                "given different settings, and would compute different models"
+            )
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        self._buffer.copy_(tensor)
+        self._digest = digest.piece(self._buffer, self._path)
+
+
+def _near(theirs: Tensor, ours: Tensor) -> bool:
+    theirs, ours = theirs.detach().cpu().float(), ours.detach().cpu().float()
+    return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=_NEAR, atol=0.0)
