@@ -14,35 +14,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import family_images
 import torch
 import transformers
 from torch import Tensor
 
-from tandem.bridge.files.adapter import AdapterBridge
-from tandem.bridge.files.checkpoint import DiskBridge
-from tandem.bridge.inproc import InprocBridge
-from tandem.build import standalone_engines, training
+from tandem.build import run_engines, training
 from tandem.build.training import BuiltModel
-from tandem.errors import TandemError
+from tandem.errors import SpecError
 from tandem.io.image_store import ImageStore
 from tandem.ops.byte_sizes import shares_never
-from tandem.spec.engine import HfEngineSpec
+from tandem.protocols import Engine, Trainer
+from tandem.recipes import sync_bench
+from tandem.spec.bridges import BRIDGES
+from tandem.spec.load import with_values
 from tandem.spec.model import LoraSpec, PathModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
+from tandem.spec.run import RlSpec
 from tandem.spec.train import RlStage, SftStage
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.batch_packing import make_batch
 from tandem.train.logprob_gap import CalibratedLimit
-from tandem.types import MicroBatch, Sampling, Trajectory, WeightKind
+from tandem.types import Completion, MicroBatch, Sampling, Trajectory
 
 CPU = torch.device("cpu")
 TOKENIZER = byte_tokenizer()
 NEAR = 1e-5
 """Largest difference of two computations of one logprob in float32."""
 PROMPT = TOKENIZER.encode("<|user|>sort waltz, and tell me how it is done, step by step<|end|><|assistant|>")
+_STAGE = SftStage(steps=1, lr=1e-2)
 SPOKEN = [TOKENIZER.encode(text) for text in ("altwz<|end|>", "a, then l, then t<|end|>", "no<|end|>")]
 
 _SIZES: dict[str, Any] = {
@@ -248,39 +250,37 @@ def same_gradient(model: BuiltModel, given: Sequence[Trajectory]) -> None:
             raise Different(f"the gradient of {name} differs between packed and single sequences")
 
 
-def step(model: BuiltModel, lr: float = 1e-2, given: Sequence[Trajectory] = ()) -> None:
+def sft_trainer(model: BuiltModel) -> Trainer:
+    return training.trainer(_STAGE, model, training.sft_algorithm(), 0, 0)
+
+
+def step(model: BuiltModel, trainer: Trainer | None = None, given: Sequence[Trajectory] = ()) -> None:
     """Train one step on the recordings. Every part that should move must have a gradient."""
-    stage = SftStage(steps=1, lr=lr)
-    trainer = training.trainer(stage, model, training.sft_algorithm(), 0, 0)
+    trainer = trainer or sft_trainer(model)
     before = {name: tensor.detach().clone() for name, tensor in model.policy.trainable()}
-    metrics = trainer.step(training.batches(stage, model, training.sft_algorithm())([[*(given or rows())]], 0))
-    if not metrics["grad/norm"] > 0:
+    batch = training.batches(_STAGE, model, training.sft_algorithm())([[*(given or rows())]], 0)
+    if not trainer.step(batch)["grad/norm"] > 0:
         raise Different("the gradient is 0")
     if all(torch.equal(before[name], tensor) for name, tensor in model.policy.trainable()):
         raise Different("the step changed nothing")
 
 
-async def _served(engine: Any, bridge: Any, model: BuiltModel, kind: WeightKind) -> list[tuple[Any, list[int]]]:
-    await engine.attach(bridge.source(1))
-    bridge.send(model.policy.weights(1, kind))
-    await engine.load(1)
-    prompts = [PROMPT, PROMPT[:9], [*PROMPT, *SPOKEN[1], *PROMPT]]  # of different lengths: they are batched
-    sampling = Sampling(max_tokens=16, temperature=1.0)
-    asked = [engine.generate(ids, replace(sampling, seed=number)) for number, ids in enumerate(prompts)]
-    try:
-        return list(zip(await asyncio.gather(*asked), prompts, strict=True))
-    finally:
-        await engine.close()
+# --- engines
 
 
-def answers(
-    model: BuiltModel, bridge: Any, kind: WeightKind, other: BuiltModel | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """Bring the weights over the bridge. Return the engine's and the trainer's logprobs of each answer that the engine
-    samples. `other`: the model of the engine, where it is not the trainer's own."""
-    engine = standalone_engines.embedded(HfEngineSpec(max_running=4, kv_gib=0.1), other or model, inline=True)
+def run_of(bench: Bench, bridge: str, lora: LoraSpec | None = None, kind: str = "server") -> RlSpec:
+    """Return the spec of a run over this bridge. `kind`: of the engine, where it is in another process."""
+    spec = sync_bench.bench_spec(bridge, "tiny", "cpu", kind, bench.place)
+    model = {"path": str(bench.path), **({"lora": lora.model_dump(mode="json")} if lora else {})}
+    return cast("RlSpec", with_values(spec, {"model": model}))
+
+
+def answers(bench: Bench, spec: RlSpec, precision: PrecisionSpec | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Return the engine's and the trainer's logprobs of each answer that the engine of this run samples, after a step.
+    Trainer, engine and bridge are those of a run."""
+    model = bench.built(spec.model.lora, precision=precision)
     found: list[tuple[Tensor, Tensor]] = []
-    for told, prompt in asyncio.run(_served(engine, bridge, model, kind)):
+    for told, prompt in asyncio.run(_published_and_asked(bench, spec, model)):
         count = len(told.ids)
         row = Trajectory(
             ids=[*prompt, *told.ids],
@@ -292,9 +292,37 @@ def answers(
     return found
 
 
-def served(model: BuiltModel, bridge: Any, kind: WeightKind, other: BuiltModel | None = None) -> None:
-    """Require of the engine the trainer's logprobs of what it sampled."""
-    for of_engine, of_trainer in answers(model, bridge, kind, other):
+async def _published_and_asked(bench: Bench, spec: RlSpec, model: BuiltModel) -> list[tuple[Completion, list[int]]]:
+    """Publish the model as it was loaded, and after a step."""
+    joined = run_engines.join(spec, model, Path(tempfile.mkdtemp(dir=bench.place)))
+    call = training.caller(spec.sync.traits.in_process)
+    publisher, trainer = run_engines.publisher(joined, model, spec.sync.deadline_s, call), sft_trainer(model)
+    try:
+        await publisher.publish(trainer)
+        async with publisher.resting(trainer):
+            step(model, trainer)
+        await publisher.publish(trainer)
+        return await asked(joined.engine, trainer)
+    finally:
+        await joined.engine.close()
+        joined.bridge.close()
+
+
+async def asked(engine: Engine, trainer: Trainer) -> list[tuple[Completion, list[int]]]:
+    """Return what the engine samples, with the prompts. It must be of the trainer's version."""
+    prompts = [PROMPT, PROMPT[:9], [*PROMPT, *SPOKEN[1], *PROMPT]]  # of different lengths: they are batched
+    sampling = Sampling(max_tokens=16, temperature=1.0)
+    told = await asyncio.gather(
+        *(engine.generate(ids, replace(sampling, seed=number)) for number, ids in enumerate(prompts))
+    )
+    if odd := {version for each in told for version in each.versions} - {trainer.version}:
+        raise Different(f"tokens of version {odd} where {trainer.version} was published")
+    return list(zip(told, prompts, strict=True))
+
+
+def served(bench: Bench, bridge: str, lora: LoraSpec | None = None) -> None:
+    """Require of the engine the trainer's logprobs of what it sampled, within 1e-4."""
+    for of_engine, of_trainer in answers(bench, run_of(bench, bridge, lora)):
         near(of_engine, of_trainer, 10 * NEAR)
 
 
@@ -328,53 +356,26 @@ def sft_lora(bench: Bench) -> None:
     step(bench.built(LoraSpec(rank=4)))
 
 
-def all_weights(bench: Bench) -> None:
-    model = bench.built()
-    step(model)
-    served(model, InprocBridge(20.0), "live")
-
-
 def bf16(bench: Bench) -> None:
     """The gap of a batch, in bfloat16, is within the least limit that a run calibrates."""
-    model = bench.built(precision=Bfloat16Precision())
-    step(model)
-    limit = training.gap_limit(RlStage(steps=1, lr=1e-2, groups_per_step=1, group_size=2), model)
+    precision = Bfloat16Precision()
+    stage = RlStage(steps=1, lr=1e-2, groups_per_step=1, group_size=2)
+    limit = training.gap_limit(stage, bench.built(precision=precision))
     assert isinstance(limit, CalibratedLimit)
-    gaps = [(ours - theirs).abs() for ours, theirs in answers(model, InprocBridge(20.0), "live")]
+    gaps = [(ours - theirs).abs() for ours, theirs in answers(bench, run_of(bench, "inproc"), precision)]
     gap = float(torch.cat(gaps).mean())
     if not gap <= limit.floor:
         raise Different(f"logprobs differ by {gap:.2g} nats a token; a run's limit is {limit.floor:g} ({limit.why})")
 
 
-def lora(bench: Bench) -> None:
-    model = bench.built(LoraSpec(rank=4))
-    step(model)
-    served(model, InprocBridge(20.0), "live")
-
-
 def quantized(bench: Bench) -> None:
     for base in ("int8", "nf4"):
-        model = bench.built(LoraSpec(rank=4, base=base))
-        step(model)
-        served(model, InprocBridge(20.0), "live")
+        served(bench, "inproc", LoraSpec(rank=4, base=base))
 
 
-def disk(bench: Bench) -> None:
-    model = bench.built()
-    step(model)
-    buffers = [
-        f"{path}.{name}" if path else name
-        for path, part in model.policy.module.named_modules()
-        for name in part._non_persistent_buffers_set
-    ]
-    (bench.place / "versions").mkdir(exist_ok=True)
-    served(model, DiskBridge(bench.place / "versions", bench.path, buffers=buffers), "full", bench.built())
-
-
-def adapter(bench: Bench) -> None:
-    model = bench.built(LoraSpec(rank=4))
-    step(model)
-    served(model, AdapterBridge(bench.place / "adapters"), "adapter", bench.built())
+def over(bridge: str) -> Callable[[Bench], None]:
+    """Return the check of a bridge."""
+    return lambda bench: served(bench, bridge, LoraSpec(rank=4) if BRIDGES[bridge].carries == "adapter" else None)
 
 
 def export(bench: Bench) -> None:
@@ -456,18 +457,21 @@ def by_images(module: Any, given: Sequence[Trajectory], source: Any) -> Tensor:
 
 CELLS: dict[str, Callable[[Bench], str | None]] = {
     "trainer": trainer, "packing": packing, "prompt trees": trees, "SFT": sft, "SFT, LoRA": sft_lora,
-    "all weights, inproc": all_weights, "bf16, inproc": bf16, "disk": disk, "LoRA, inproc": lora,
-    "adapter": adapter, "int8, nf4": quantized, "export": export, "ranks": ranks, "images": images,
+    "all weights, inproc": over("inproc"), "bf16, inproc": bf16,
+    "LoRA, inproc": lambda bench: served(bench, "inproc", LoraSpec(rank=4)), "int8, nf4": quantized,
+    **{name: over(name) for name, traits in BRIDGES.items() if not traits.in_process},
+    "export": export, "ranks": ranks, "images": images,
 }  # fmt: skip
+"""Each bridge to an engine in another process has the column of its name."""
 
 
 def outcome(cell: str, bench: Bench) -> str:
-    """Return "yes", TEXT_ONLY, or the sentence of the refusal. Everything else is raised."""
+    """Return "yes", TEXT_ONLY, or the sentence of the refusal. Everything else is raised: a bridge that fails, too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return CELLS[cell](bench) or "yes"
-        except TandemError as error:
+        except SpecError as error:
             return re.sub(r"\{[^}]*\}", "{...}", str(error).replace(str(bench.path), "MODEL"))  # sets have no order
 
 
@@ -477,65 +481,3 @@ def outcomes(name: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as place:
         bench = Bench(FAMILIES[name], Path(place))
         return {cell: outcome(cell, bench) for cell in CELLS}
-
-
-# --- the page
-
-HEAD = """\
-# Model families
-
-This page is made by a suite (`python docs/make_families.py`), which a slow test runs again and compares. Each row is a
-family at a tiny size with random weights, on a CPU, as transformers {version} has it; in float32, except for the column
-bf16. Each cell is a check:
-**yes** means that it holds, a number that Tandem refuses it, with the sentence below the table.
-
-| column | what is checked |
-|---|---|
-| trainer | the trainer's logprobs are those of plain transformers, within 1e-5 |
-| packing | several sequences in one row give the logprobs of each alone, within 1e-5 |
-| prompt trees | siblings that share one copy of their prompt do, too |
-| SFT | packed sequences have the gradient of single ones, within 1e-5 (see below); and a step of all weights |
-| SFT, LoRA | a step of LoRA |
-| all weights, inproc | after a step, the embedded engine's logprobs of what it sampled are the trainer's, within 1e-4 |
-| bf16, inproc | the same in bfloat16: within 0.05 nats in the mean over the tokens |
-| disk | as "all weights, inproc", for an engine with a module of its own, over files |
-| LoRA, inproc | the same with adapters |
-| adapter | the same for an engine with a module of its own, which gets adapters only |
-| int8, nf4 | the same with adapters on a base in few bits |
-| export | plain transformers loads what was exported after a step, with the trainer's logprobs |
-| ranks | several ranks can read the model's files by rows |
-| images | trainer, packing, prompt trees, SFT and export hold for rows with images; "text only": it takes none |
-
-Layers that read a row from its left (gated delta net, short convolution, Mamba) would mix the sequences of a row. So in
-Qwen3-Next, Qwen3.5, Qwen3.5-MoE, LFM2, Granite 4, Jamba, Falcon-H1 and OLMo hybrid each sequence has a row of its own,
-beside sequences of like length: packed batches give the results of single sequences, with about a fifth of padding on
-instruction data. The varlen arguments of their GPU kernels (`cu_seqlens`, `seq_idx`) are not used.
-
-bf16 rounds to 8 bits, so the engine's batches and the trainer's differ by more. A run stops when the mean difference of
-a batch is above [`train.max_logprob_gap`](spec.md); by default that is 0.05 nats or three times the first batch's
-difference, whichever is more. The column uses 0.05; the families here differ by less than 0.01.
-
-Gradients are compared tensor by tensor: the difference's norm is at most 1e-5 of 1 + the tensor's norm. For gated delta
-nets (Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo hybrid) it is at most 1e-4, because float32 rounds the gradient of their
-decay more coarsely (1.4e-5 in Qwen3.5). That is rounding alone: computed in float64 throughout, packed and single
-sequences of Qwen3.5 agree within 4e-14.
-
-A family that is not here may work: `tandem model check MODEL` ([models.md](models.md#check-a-model-first)) says so of
-one model. vLLM is not part of the suite; `tandem engine check --model MODEL` compares it.
-
-"""
-
-
-def page() -> str:
-    """Return docs/families.md."""
-    refusals: dict[str, int] = {}
-    lines = [f"| family | models | {' | '.join(CELLS)} |", f"|---|---|{'---|' * len(CELLS)}"]
-    for name, family in FAMILIES.items():
-        told = [
-            each if each in ("yes", TEXT_ONLY) else f"[{refusals.setdefault(each, len(refusals) + 1)}](#refusals)"
-            for each in outcomes(name).values()
-        ]
-        lines.append(f"| {name} | {family.models} | {' | '.join(told)} |")
-    notes = ["", "## Refusals", "", "| | what Tandem says |", "|---|---|"]
-    notes += [f"| {number} | {text.replace('|', '/')} |" for text, number in refusals.items()]
-    return HEAD.format(version=transformers.__version__) + "\n".join([*lines, *notes]) + "\n"

@@ -9,15 +9,17 @@ import family_suite as suite
 import pytest
 import torch
 
-from tandem.build import engaged
+from tandem.build import engaged, run_engines
 from tandem.errors import SyncError
 from tandem.ops import attention_masks
 from tandem.ops.byte_sizes import shares_never
+from tandem.spec.bridges import BRIDGES
 from tandem.spec.load import parse_spec
+from tandem.spec.model import LoraSpec
 from tandem.types import Trajectory
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-QUICK = ("trainer", "packing", "prompt trees", "all weights, inproc", "bf16, inproc", "adapter", "export")
+pytestmark = pytest.mark.usefixtures("one_thread", "forked_programs")
+QUICK = ("trainer", "packing", "prompt trees", "all weights, inproc", "bf16, inproc", "LoRA, inproc", "export")
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
@@ -39,14 +41,65 @@ def test_layers_without_their_window_are_found(tmp_path: Path, monkeypatch: pyte
         suite.outcome("trainer", bench)
 
 
-def test_an_engine_of_other_weights_is_found(tmp_path: Path):
-    """With other weights than the trainer's, which the proof of the bridge does not see after it."""
-    bench = suite.Bench(suite.FAMILIES["Qwen3"], tmp_path)
-    model, other = bench.built(), bench.built()
+def test_an_engine_whose_weights_changed_behind_the_bridge_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The bridge has proven the version; then a weight changes in the memory of the engine's process."""
+    asked = suite.asked
+
+    async def changed(engine: Any, trainer: Any) -> Any:
+        of_engine = {name: tensor.detach() for name, tensor in trainer.export("live").tensors()}
+        trainer.live_in({name: tensor.clone() for name, tensor in of_engine.items()})
+        of_engine["lm_head.weight"].mul_(1.01)
+        return await asked(engine, trainer)
+
+    monkeypatch.setattr(suite, "asked", changed)
+    with pytest.raises(suite.Different, match="logprobs differ by"):
+        suite.outcome("shared", suite.Bench(suite.FAMILIES["Qwen3"], tmp_path))
+
+
+def test_an_engine_that_has_another_base_is_no_refusal_but_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bench, other = (suite.Bench(suite.FAMILIES["Qwen3"], tmp_path / name) for name in ("one", "other"))
+    module = other.plain()
     with torch.no_grad():
-        other.policy.module.lm_head.weight.mul_(1.01)
-    with pytest.raises((suite.Different, SyncError)):
-        suite.served(model, suite.InprocBridge(20.0), "live", other)
+        module.lm_head.weight.mul_(1.01)
+    module.save_pretrained(other.path)
+    monkeypatch.setattr(run_engines, "starting_model", lambda *_: other.path)
+    with pytest.raises(SyncError, match=r"the engine's base model is not the trainer's: 'lm_head\.weight' differs"):
+        suite.outcome("adapter_broadcast", bench)
+
+
+# --- what no engine in another process serves: refused before one is started
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an engine is started")
+
+    monkeypatch.setattr(run_engines, "outside", started)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_layers_that_the_server_cannot_batch_are_refused_before_it_starts_as_in_process(tmp_path: Path):
+    bench = suite.Bench(suite.FAMILIES["LFM2"], tmp_path)
+    names = [name for name, traits in BRIDGES.items() if not traits.in_process]
+    (told,) = {suite.outcome(cell, bench) for cell in ("all weights, inproc", *names)}
+    assert told.startswith("model: lfm2 has layers of kind conv, which the embedded engine cannot batch; set engine.")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_adapters_on_stacked_experts_are_refused_before_an_engine_starts(tmp_path: Path):
+    bench = suite.Bench(suite.FAMILIES["Qwen3-MoE"], tmp_path)
+    (told,) = {suite.outcome(cell, bench) for cell in ("adapter", "adapter_broadcast")}
+    assert told == (
+        "model.lora.targets = all-linear: 12 adapters are on stacked experts or their router, the first on "
+        "'model.layers.0.mlp.experts', and no engine in another process serves those; adapt linear layers only: "
+        'model.lora.targets = ["k_proj", "o_proj", "q_proj", "v_proj"]'
+    )
+
+
+def test_adapters_on_the_attention_of_a_mixture_of_experts_are_served(tmp_path: Path):
+    bench = suite.Bench(suite.FAMILIES["Qwen3-MoE"], tmp_path)
+    suite.served(bench, "adapter_broadcast", LoraSpec(rank=4, targets=("k_proj", "o_proj", "q_proj", "v_proj")))
 
 
 def test_in_bf16_a_gap_is_found_that_would_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

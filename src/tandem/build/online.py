@@ -180,6 +180,10 @@ def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
 def _bridge(spec: OnlineSpec, device: Any, model: training.BuiltModel) -> tuple[WeightBridge, BorrowedBase | None]:
     """Build the bridge to the engine, which sends a copy of every version. With adapters, also the link to the engine's
     base weights, which the trainer process reads on the engine's GPU instead of holding its own."""
+    if spec.model.lora is not None:
+        from tandem.model.lora import check_only_linear
+
+        check_only_linear(model.policy.module, spec.model.lora)
     if spec.model.lora is not None and not isinstance(spec.engine, ServerEngineSpec):
         from tandem.bridge.collective.sender import AdapterBroadcastBridge
         from tandem.bridge.shared.adapter_base import BorrowedBase

@@ -63,12 +63,25 @@ def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False
     if isinstance(spec.engine, HfEngineSpec):
         engine = standalone_engines.embedded(spec.engine, model, inline=spec.deterministic)
         return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process: no retry is possible
+    _check_served(spec, model)
     start = Path()
     if not isinstance(spec.engine, RemoteEngineSpec):
         start = starting_model(spec, model, home)
     engine = outside(spec, model, home, start, unchecked=unchecked)
     bare = isinstance(spec.engine, ServerEngineSpec)
     return Joined(engine, bridge(spec, model, home, start, crew), spec.sync.retries, bare)
+
+
+def _check_served(spec: RlSpec, model: BuiltModel) -> None:
+    """Raise SpecError, before any process starts, for a model or adapters that engines in other processes refuse."""
+    if isinstance(spec.engine, ServerEngineSpec):  # its process runs the embedded engine
+        from tandem.ops.attention_masks import check_attention
+
+        check_attention(model.policy.module.config)
+    if spec.model.lora is not None:
+        from tandem.model.lora import check_only_linear
+
+        check_only_linear(model.policy.module, spec.model.lora)
 
 
 # --- engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Iterable
@@ -64,6 +65,26 @@ def on_tables(module: Any, targets: str | Iterable[str]) -> list[str]:
     tables = [name for name, part in named if isinstance(part, nn.Embedding) or part is head]
     wanted = [] if isinstance(targets, str) else targets  # all-linear excludes them
     return [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in tables)]
+
+
+def check_only_linear(module: Any, spec: LoraSpec) -> None:
+    """Raise SpecError if an adapter is on something else than a linear layer: on stacked experts, one tensor for all
+    experts of a layer, or on their router. The embedded engine shares the trainer's module, so it serves those, too;
+    engines in other processes do not."""
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper  # it adapts a parameter that is of no linear layer
+
+    adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+    odd = [name for name, part in adapted.items() if isinstance(part, ParamWrapper)]
+    if not odd:
+        return
+    # Of the attention alone: a "down_proj" of other layers may be a name of stacked experts, too.
+    linear = sorted({name.rpartition(".")[2] for name in adapted if "attn" in name and name not in odd})
+    targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
+    raise SpecError(
+        f"model.lora.targets = {targets}: {len(odd)} adapters are on stacked experts or their router, the first on "
+        f"'{odd[0]}', and no engine in another process serves those; adapt linear layers only: "
+        + (f"model.lora.targets = {json.dumps(linear)}" if linear else "name those of the attention")
+    )
 
 
 def attach(module: Any, config: Any) -> Any:
