@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import family_vllm
 import transformers
 from family_suite import CELLS, FAMILIES, TEXT_ONLY, outcomes
 
@@ -54,7 +57,22 @@ decay more coarsely (1.4e-5 in Qwen3.5). That is rounding alone: computed in flo
 sequences of Qwen3.5 agree within 4e-14.
 
 A family that is not here may work: `tandem model check MODEL` ([models.md](models.md#check-a-model-first)) says so of
-one model. vLLM is not part of the suite; `tandem engine check --model MODEL` compares it.
+one model, `tandem engine check --model MODEL` of one model in vLLM.
+
+"""
+
+VLLM = """
+## In vLLM
+
+These rows are measured apart (`python tests/families/family_vllm.py --python INTERPRETER`), for a vLLM is no part of
+the suite's environment. Each is `tandem engine check --model` of the family's tiny model: a version is published as it
+was loaded and one with weights moved, over one bridge, with a run's proofs; then vLLM answers eight prompts twice.
+**yes** means that the mean difference to the trainer's logprobs is within the check's limit in each of 16 answers; the
+number beside it is the largest, in nats a token. On a CPU both compute in float32, on a GPU (H200) in bfloat16, where
+random weights leave a larger difference than trained ones do.
+
+Layers are read from vLLM's classes (`vllm_worker/layer_readers.py`); what is not known is refused, and nothing is
+served. Experts and gated delta nets are known for one worker, not for `engine.tensor_parallel` above 1.
 
 """
 
@@ -62,13 +80,34 @@ one model. vLLM is not part of the suite; `tandem engine check --model MODEL` co
 def page() -> str:
     """Return docs/families.md."""
     refusals: dict[str, int] = {}
+
+    def cell(told: str) -> str:
+        if told in ("yes", TEXT_ONLY):
+            return told
+        return f"[{refusals.setdefault(told, len(refusals) + 1)}](#refusals)"
+
     lines = [f"| family | models | {' | '.join(CELLS)} |", f"|---|---|{'---|' * len(CELLS)}"]
     for name, family in FAMILIES.items():
+        lines.append(f"| {name} | {family.models} | {' | '.join(map(cell, outcomes(name).values()))} |")
+    lines += ["", *_in_vllm(cell)]
+    lines += ["", "## Refusals", "", "| | what Tandem says, or vLLM |", "|---|---|"]
+    lines += [f"| {number} | {text.replace('|', '/')} |" for text, number in refusals.items()]
+    return HEAD.format(version=transformers.__version__) + "\n".join(lines) + "\n"
+
+
+def _in_vllm(cell: Callable[[str], str]) -> list[str]:
+    found = {(each["family"], each["device"], each["bridge"]): each for each in family_vllm.rows()}
+    columns = sorted({(device, bridge) for _, device, bridge in found})
+    versions = {device: "/".join(sorted({e["vllm"] for e in found.values() if e["device"] == device} - {""}))
+                for device, _ in columns}  # fmt: skip
+    titles = [f"{'GPU' if device == 'cuda' else 'CPU'}, {bridge}, {versions[device]}" for device, bridge in columns]
+    lines = [*VLLM.strip("\n").split("\n"), "", f"| family | {' | '.join(titles)} |", f"|---|{'---|' * len(columns)}"]
+    for name in FAMILIES:
+        rows = [found.get((name, *column)) for column in columns]
         told = [
-            each if each in ("yes", TEXT_ONLY) else f"[{refusals.setdefault(each, len(refusals) + 1)}](#refusals)"
-            for each in outcomes(name).values()
+            "" if each is None else cell(each["told"]) + (f", {each['gap']:g}" if "gap" in each else "")
+            for each in rows
         ]
-        lines.append(f"| {name} | {family.models} | {' | '.join(told)} |")
-    notes = ["", "## Refusals", "", "| | what Tandem says |", "|---|---|"]
-    notes += [f"| {number} | {text.replace('|', '/')} |" for text, number in refusals.items()]
-    return HEAD.format(version=transformers.__version__) + "\n".join([*lines, *notes]) + "\n"
+        if any(told):
+            lines.append(f"| {name} | {' | '.join(told)} |")
+    return lines

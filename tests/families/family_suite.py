@@ -81,7 +81,14 @@ FAMILIES: dict[str, Family] = {
     "Mixtral": Family("Mixtral", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Gemma": Family("Gemma 1", "GemmaConfig"),
     "Gemma2": Family("Gemma 2", "Gemma2Config", {"sliding_window": 24, "query_pre_attn_scalar": 32}, "eager"),
-    "Gemma3": Family("Gemma 3, text", "Gemma3TextConfig", {"sliding_window": 24, "query_pre_attn_scalar": 32}),
+    "Gemma3": Family(
+        "Gemma 3, text",
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 24, "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
     "Phi3": Family("Phi 3 and 4", "Phi3Config"),
     "OLMo2": Family("OLMo 2", "Olmo2Config"),
     "OLMo3": Family("OLMo 3", "Olmo3Config", {"sliding_window": 24}),
@@ -132,7 +139,7 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV3Config",
         {
             "head_dim": 8, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 2, "topk_method": "noaux_tc",
             "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
         },

@@ -54,6 +54,7 @@ _EXTENSION = "tandem.vllm_worker.extension.TandemWorker"
 _MIDDLEWARE = "tandem.vllm_worker.together_route.TogetherRoute"
 _SCHEDULER, _SCHEDULER_FILE = "tandem.vllm_worker.scheduler.scheduler", "scheduler.json"
 _COMPILED = '{"tandem_adapters": 1}'  # separates code that was compiled with vllm_worker/lora_layers.py in vLLM's cache
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LEAST_REQUESTS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
 _SOCKET_BYTES = 100  # the kernel allows 107 for the path of a socket
 
@@ -90,10 +91,14 @@ class VllmOptions:
     @cached_property
     def sees(self) -> bool:
         """Whether the model takes images, and is of a family whose images are known."""
+        return self._config.get("model_type") == "qwen3_vl"
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
         try:
-            return decoded((Path(self.model) / "config.json").read_bytes()).get("model_type") == "qwen3_vl"
+            return decoded((Path(self.model) / "config.json").read_bytes())
         except OSError:
-            return False
+            return {}
 
     def arguments(self, socket: Path, version: str) -> list[str]:
         given = [
@@ -126,6 +131,8 @@ class VllmOptions:
             given += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
         if self.device != "cpu":
             given += ["--gpu-memory-utilization", str(self.memory_share)]
+            if any(self._config.get(key) for key in _NUM_EXPERTS):  # others reorder weights (vllm_worker/layer_readers.py)
+                given += ["--moe-backend", "triton"]
         else:  # otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot
             given += ["--no-enable-chunked-prefill"]
         return [*given, *self.extra]
