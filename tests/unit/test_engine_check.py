@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.build import standalone_engines
-from tandem.errors import EngineError
+from tandem.errors import EngineError, SpecError
 from tandem.obs.sync_bench_report import Bench, BenchRow
 from tandem.recipes import engine_commands, sync_bench
 from tandem.recipes.engine_commands import OneCheck, check_engine
@@ -128,7 +128,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(standalone_engines, "record_passed", record)
     monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
 
-    def requests(python: str, device: str, model: str = "") -> list[OneCheck]:
+    def requests(python: str, device: str, model: str = "", bridge: str = "", options: Any = None) -> list[OneCheck]:
         return [OneCheck(f"requests{model and f' to {model}'}", "passed")]
 
     monkeypatch.setattr(engine_commands, "_request_checks", requests)
@@ -162,8 +162,19 @@ def test_what_passed_is_recorded_and_what_cannot_be_here_is_no_failure(
 def test_one_model_says_nothing_of_the_version(recorded: list[list[str]], monkeypatch: pytest.MonkeyPatch):
     asked = benched(monkeypatch)
     found = check_engine("/p/python", model="mine", device="cpu")
-    assert [str(check) for check in found.checks] == ["requests to mine: passed"]
+    assert [str(check) for check in found.checks] == ["disk: requests to mine: passed"]
+    found = check_engine("/p/python", model="mine", device="cuda", options={"eager": True})
+    assert [str(check) for check in found.checks] == ["shared: requests to mine: passed"]  # the bridge of a run there
+    found = check_engine("/p/python", model="mine", bridges=["adapter", "restart"], device="cpu")
+    assert [check.name for check in found.checks] == ["adapter: requests to mine", "restart: requests to mine"]
     assert (recorded, asked) == ([], [])
+
+
+def test_a_bridge_that_cannot_be_checked_is_refused(recorded: list[list[str]]):
+    with pytest.raises(SpecError, match=r"--bridge = 'inproc': there are shared, broadcast, "):
+        check_engine("/p/python", model="mine", bridges=["inproc"], device="cpu")
+    with pytest.raises(SpecError, match="--bridge: name a model, too"):
+        check_engine("/p/python", bridges=["disk"], device="cpu")
 
 
 @pytest.mark.parametrize(

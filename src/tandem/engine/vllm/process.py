@@ -131,7 +131,7 @@ class VllmOptions:
             given += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
         if self.device != "cpu":
             given += ["--gpu-memory-utilization", str(self.memory_share)]
-            if any(self._config.get(key) for key in _NUM_EXPERTS):  # others reorder weights (vllm_worker/layer_readers.py)
+            if any(self._config.get(key) for key in _NUM_EXPERTS):  # other kernels reorder their weights
                 given += ["--moe-backend", "triton"]
         else:  # otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot
             given += ["--no-enable-chunked-prefill"]
