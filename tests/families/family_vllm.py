@@ -77,7 +77,7 @@ def _short(text: str, path: Path) -> str:
         errors = [
             line.strip() for line in text.splitlines() if re.match(r"\s*([\w.]+(Error|Exception)\b|Assertion)", line)
         ]
-        return f"vLLM does not start: {errors[-1] if errors else text.splitlines()[-1].strip()}"
+        return f"vLLM does not start: {(errors or text.splitlines())[-1].strip().partition(' [type=')[0]}"
     return re.sub(r"\s+", " ", text)
 
 

@@ -54,6 +54,7 @@ _EXTENSION = "tandem.vllm_worker.extension.TandemWorker"
 _MIDDLEWARE = "tandem.vllm_worker.together_route.TogetherRoute"
 _SCHEDULER, _SCHEDULER_FILE = "tandem.vllm_worker.scheduler.scheduler", "scheduler.json"
 _COMPILED = '{"tandem_adapters": 1}'  # separates code that was compiled with vllm_worker/lora_layers.py in vLLM's cache
+_RECURRENT = ("linear", "conv", "mamba")  # in the names of kinds of layers
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LEAST_REQUESTS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
 _SOCKET_BYTES = 100  # the kernel allows 107 for the path of a socket
@@ -135,6 +136,8 @@ class VllmOptions:
                 given += ["--moe-backend", "triton"]
         else:  # otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot
             given += ["--no-enable-chunked-prefill"]
+            if any(mark in kind for kind in self._config.get("layer_types") or () for mark in _RECURRENT):
+                given += ["--no-enable-prefix-caching"]  # vLLM keeps their states by chunks of prompts
         return [*given, *self.extra]
 
 
