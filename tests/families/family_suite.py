@@ -144,7 +144,7 @@ FAMILIES: dict[str, Family] = {
             "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
         },
     ),
-    "Qwen3-VL": Family("Qwen 3 VL, dense", "Qwen3VLConfig", sees=True),
+    "Qwen3-VL": Family("Qwen 3 VL, dense", "Qwen3VLConfig", {"head_dim": 16}, sees=True),  # as many as its axes fill
 }  # fmt: skip
 
 

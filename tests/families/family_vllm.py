@@ -72,7 +72,7 @@ def _key(each: dict[str, Any]) -> tuple[str, ...]:
 
 def _short(text: str, path: Path) -> str:
     """Return what was said without paths; of a vLLM that did not start, its last error."""
-    text = text.replace(str(path), "MODEL")
+    text = re.sub(r"\(\w+ pid=\d+\) ", "", text.replace(str(path), "MODEL"))
     if "the last lines of" in text:
         errors = [
             line.strip() for line in text.splitlines() if re.match(r"\s*([\w.]+(Error|Exception)\b|Assertion)", line)
