@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tandem.errors import SyncError
+from tandem.ops import digest
 from tandem.vllm_worker import served_memory
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.served_memory import ServedMemory, TensorLayout, layout_of
@@ -96,7 +97,7 @@ def test_experts_are_served_from_two_stacks_and_are_written_there():
     [
         ({"kernels": "FLASHINFER_CUTLASS"}, "served by FLASHINFER_CUTLASS, which reorders weights in a way not known"),
         ({"kernels": "CPU"}, "served by CPU, which reorders"),
-        ({"workers": 2}, "experts are cut between workers"),
+        ({"workers": 2}, "experts are cut between workers; set engine.tensor_parallel = 1"),
     ],
 )
 def test_experts_that_lie_otherwise_are_refused(options: dict[str, Any], said: str):
@@ -158,12 +159,27 @@ def test_gemma_s_scale_of_embeddings_must_be_the_trainer_s():
     layout = layout_of(made)
     assert layout.forms() == {"model.embed_tokens.embed_scale": ("float32", [])}
     served_memory.check(layout, {"model.embed_tokens.embed_scale": torch.tensor(8.0)})
-    with pytest.raises(SyncError, match=r"'model\.embed_tokens\.embed_scale' is not what this engine computes"):
+    with pytest.raises(SyncError, match=r"'model\.embed_tokens\.embed_scale' is not this engine's"):
         served_memory.check(layout, {"model.embed_tokens.embed_scale": torch.tensor(8.1)})
     served = ServedMemory(layout)
     made.get_buffer("model.normalizer").fill_(9.0)
     with pytest.raises(SyncError, match=r"'model\.normalizer' is not what this engine derived"):
         served.check_derived()
+
+
+def test_a_scale_that_is_served_rounded_is_proven_as_it_was_sent():
+    made = nn.Module()
+    made.model = Gemma2Model()
+    made.model.normalizer = torch.tensor(640**0.5, dtype=torch.bfloat16)
+    layout, name = layout_of(made), "model.embed_tokens.embed_scale"
+    sent = {name: torch.tensor(640**0.5)}
+    served = ServedMemory(layout)
+    served_memory.check(layout, sent)
+    served_memory.write(layout, sent, served_memory.moves(layout, sent))
+    expected = {name: digest.text(digest.piece(sent[name], name))}
+    served_memory.check_served(served.pieces(), expected, {name: []})
+    with pytest.raises(SyncError, match=r"is served as \S+ and was sent as"):
+        served_memory.check_served(served.pieces(), {name: digest.text(1)}, {name: []})
 
 
 def test_a_constant_that_is_not_known_is_refused():

@@ -98,7 +98,11 @@ def check_engine(
     version = standalone_engines.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
     checks: list[OneCheck] = []
-    for check in _model_checks(python, picked, model, bridges, options or {}) if model else _checks(python, picked):
+    for check in (
+        _model_checks(python, picked, model, [*dict.fromkeys(bridges)], options or {})
+        if model
+        else _checks(python, picked)
+    ):
         checks.append(check)
         tell(str(check))
     found = EngineCheck(python, version, picked, tuple(checks))

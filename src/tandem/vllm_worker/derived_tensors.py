@@ -1,7 +1,8 @@
 """The tensors that vLLM computes itself and a trainer has, too: rotary tables, and constants of the configuration.
 
 vLLM keeps cosines and sines by position, a trainer the frequencies that they come from. A version brings the trainer's;
-they must be this engine's own. Otherwise both would compute different models with the same weights.
+they must be this engine's own. Otherwise both would compute different models with the same weights. What a trainer has
+not as a tensor is watched alone: it must stay as it was.
 
 P positions, F frequencies.
 """
@@ -110,10 +111,12 @@ class Constant:
     def __init__(self, path: str, buffer: Tensor, name: str = "") -> None:
         """`name`: the trainer's; empty: its module computes that number in its code."""
         self._path, self._buffer, self._name = path, buffer, name
+        self._told = buffer.detach().cpu().float()
+        """The trainer's, which the buffer may hold rounded."""
         self._digest = digest.piece(buffer, path)
 
     def named(self) -> Mapping[str, Tensor]:
-        return {self._name: self._buffer.detach().float()} if self._name else {}
+        return {self._name: self._told} if self._name else {}
 
     def buffers(self) -> Iterator[Tensor]:
         return iter((self._buffer,))
@@ -124,11 +127,12 @@ class Constant:
     def check_received(self, name: str, tensor: Tensor) -> None:
         if not _near(tensor.to(self._buffer.dtype), self._buffer):
             raise SyncError(
-                f"apply: '{name}' is not what this engine computes from its configuration: trainer and engine were "
-                "given different settings, and would compute different models"
+                f"apply: '{name}' is not this engine's: it was started with other settings or another checkpoint than "
+                "the trainer, and would compute another model"
             )
 
     def adopt(self, name: str, tensor: Tensor) -> None:
+        self._told = tensor.detach().cpu().float().clone()
         self._buffer.copy_(tensor)
         self._digest = digest.piece(self._buffer, self._path)
 

@@ -138,7 +138,9 @@ def _merged(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[s
     sizes = list(layer.output_sizes)
     if path.endswith(".in_proj_qkvz") and len(sizes) == 4:  # q, k and v are one tensor of the checkpoint
         if layer.tp_size > 1:
-            raise SyncError(f"layout: '{path}' is cut between {layer.tp_size} workers, in a way not known")
+            raise SyncError(
+                f"layout: '{path}' is cut between {layer.tp_size} workers, in a way not known; set engine.tensor_parallel = 1"
+            )
         sizes = [sum(sizes[:3]), sizes[3]]
     sections = [(size // layer.tp_size, layer.tp_rank, size) for size in sizes]
     _sections(found, path, layer, fused, sections)
@@ -242,7 +244,10 @@ def _tower_attention(found: LayoutWalk, path: str, layer: Any, fused: Mapping[st
 def _rotary(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     before, of_layer, within = found.names.original(path).partition(".layers.")  # a trainer has one for all layers
     name = f"{before}.rotary_emb" if of_layer else before
-    kind = found.kinds[int(within.partition(".")[0])] if of_layer and found.kinds else ""
+    number = within.partition(".")[0]
+    if of_layer and found.kinds and not (number.isdecimal() and int(number) < len(found.kinds)):
+        raise SyncError(f"layout: '{path}' belongs to a layer whose kind is not known")
+    kind = found.kinds[int(number)] if of_layer and found.kinds else ""
     known = found.derived.get(f"{name} {kind}")
     if known is None:
         found.derived[f"{name} {kind}"] = Rotary(path, layer, name, kind)
@@ -273,7 +278,9 @@ def _constant(found: LayoutWalk, path: str, buffer: Tensor, name: str) -> None:
 
 def _delta_net(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     if layer.tp_size > 1:  # vLLM cuts the rows of q, k and v of the convolution apart
-        raise SyncError(f"layout: '{path}' is a gated delta net on {layer.tp_size} workers; only one is known")
+        raise SyncError(
+            f"layout: '{path}' is a gated delta net on {layer.tp_size} workers; set engine.tensor_parallel = 1"
+        )
     for key in ("A_log", "dt_bias"):
         _whole(found, f"{path}.{key}", f"{path}.{key}", getattr(layer, key))
 
@@ -284,7 +291,7 @@ def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[
     if type(method).__name__ != "UnquantizedFusedMoEMethod":
         raise SyncError(f"layout: '{path}' is served by {type(method).__name__}; only unquantised weights are known")
     if parallel.tp_size > 1 or parallel.use_ep:
-        raise SyncError(f"layout: '{path}': experts are cut between workers; only whole ones are known")
+        raise SyncError(f"layout: '{path}': experts are cut between workers; set engine.tensor_parallel = 1")
     kernels = method.unquantized_backend.name
     if kernels not in _PLAIN_EXPERTS and not computes_with_plain_experts(method):
         raise SyncError(f"layout: '{path}' is served by {kernels}, which reorders weights in a way not known")

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.errors import SyncError
+
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -38,7 +40,7 @@ def keep_weights_plain() -> None:
     utils.dispatch_cpu_unquantized_gemm = keep_plain
     try:
         experts = importlib.import_module(_EXPERTS).CPUUnquantizedExperts
-    except ImportError:  # a vLLM without it; served_memory.py refuses what that has
+    except ImportError:  # a vLLM without it; layer_readers.py refuses what that has
         return
     experts.process_weights_after_loading = lambda self, layer: None
     experts.apply = plain_experts
@@ -67,7 +69,8 @@ def plain_experts(
     **more: Any,
 ) -> None:
     """Compute the experts of each token. `w1`: gate and up, by expert; `w2`: down."""
-    act = _ACTIVATIONS[activation.value]  # a KeyError ends vLLM while it starts: it runs the model once
+    if (act := _ACTIVATIONS.get(activation.value)) is None:
+        raise SyncError(f"layout: experts with '{activation.value}' are not computed on a CPU; use a GPU")
     shares = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     output.zero_()
     for expert in topk_ids.unique().tolist():
