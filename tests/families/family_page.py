@@ -73,8 +73,8 @@ random weights leave a larger difference than trained ones do.
 
 Layers are read from vLLM's classes (`vllm_worker/layer_readers.py`); what is not known is refused, and nothing is
 served. Experts and gated delta nets are known for one worker, not for `engine.tensor_parallel` above 1. On a CPU, vLLM
-computes gated delta nets in bfloat16 alone, so its process ends there ("EngineCore encountered an issue"). Cells of GPUs
-that are empty were not measured: the vLLM at hand had no kernels for experts, and the time was short.
+computes gated delta nets in bfloat16 alone, so its process ends there ("EngineCore encountered an issue"). Empty cells
+were not measured.
 
 """
 

@@ -1,8 +1,8 @@
 """Families in vLLM: what `tandem engine check --model` says of each. `python tests/families/family_vllm.py --python P`.
 
 It starts a vLLM for each family and bridge, half a minute each on two cores, and writes rows that docs/make_families.py
-reads. `--only` takes names of families, `--bridge` names of bridges; a row replaces one of the same family, bridge,
-device and version of vLLM.
+reads. `--only` takes names of families, `--bridge` names of bridges; a row replaces one of the same family, bridge
+and device.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def rows(path: Path = ROWS) -> list[dict[str, Any]]:
 
 
 def _key(each: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(each[key] for key in ("family", "bridge", "device", "vllm"))
+    return tuple(each[key] for key in ("family", "bridge", "device"))
 
 
 def _short(text: str, path: Path) -> str:

@@ -97,7 +97,7 @@ def test_experts_are_served_from_two_stacks_and_are_written_there():
     [
         ({"kernels": "FLASHINFER_CUTLASS"}, "served by FLASHINFER_CUTLASS, which reorders weights in a way not known"),
         ({"kernels": "CPU"}, "served by CPU, which reorders"),
-        ({"workers": 2}, "experts are cut between workers; set engine.tensor_parallel = 1"),
+        ({"workers": 2}, "experts are cut between 2 workers, in a way not known; set engine.tensor_parallel = 1"),
     ],
 )
 def test_experts_that_lie_otherwise_are_refused(options: dict[str, Any], said: str):

@@ -2,8 +2,8 @@
 
 A check does what a run would do, with the trainer's own policy and vLLM in its own process and environment. It sends
 versions over every bridge that the device allows, with a run's proofs. It sends requests, and compares the logprobs of
-the answers with the trainer's. Of one model it does both over the bridges that are
-named, with texts in the model's own template.
+the answers with the trainer's. Of one model it does both over the bridges that are named, with texts in the model's own
+template.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ _CONSTANTS = {
     "layer_scalar": "layer_scalar",
 }
 """Buffers of Gemma's models that no step trains, and a trainer's names of them; empty: it has none."""
+_ONE_WORKER = "layout: '{}': {} cut between {} workers, in a way not known; set engine.tensor_parallel = 1"
 _FUSED = {"Glm4ForCausalLM": ("gate_up_proj",)}
 """Layers that are one tensor in the checkpoint, though vLLM names parts of them."""
 _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
@@ -138,9 +139,7 @@ def _merged(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[s
     sizes = list(layer.output_sizes)
     if path.endswith(".in_proj_qkvz") and len(sizes) == 4:  # q, k and v are one tensor of the checkpoint
         if layer.tp_size > 1:
-            raise SyncError(
-                f"layout: '{path}' is cut between {layer.tp_size} workers, in a way not known; set engine.tensor_parallel = 1"
-            )
+            raise SyncError(_ONE_WORKER.format(path, "a gated delta net is", layer.tp_size))
         sizes = [sum(sizes[:3]), sizes[3]]
     sections = [(size // layer.tp_size, layer.tp_rank, size) for size in sizes]
     _sections(found, path, layer, fused, sections)
@@ -278,9 +277,7 @@ def _constant(found: LayoutWalk, path: str, buffer: Tensor, name: str) -> None:
 
 def _delta_net(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     if layer.tp_size > 1:  # vLLM cuts the rows of q, k and v of the convolution apart
-        raise SyncError(
-            f"layout: '{path}' is a gated delta net on {layer.tp_size} workers; set engine.tensor_parallel = 1"
-        )
+        raise SyncError(_ONE_WORKER.format(path, "a gated delta net is", layer.tp_size))
     for key in ("A_log", "dt_bias"):
         _whole(found, f"{path}.{key}", f"{path}.{key}", getattr(layer, key))
 
@@ -291,7 +288,7 @@ def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[
     if type(method).__name__ != "UnquantizedFusedMoEMethod":
         raise SyncError(f"layout: '{path}' is served by {type(method).__name__}; only unquantised weights are known")
     if parallel.tp_size > 1 or parallel.use_ep:
-        raise SyncError(f"layout: '{path}': experts are cut between workers; set engine.tensor_parallel = 1")
+        raise SyncError(_ONE_WORKER.format(path, "experts are", parallel.tp_size))
     kernels = method.unquantized_backend.name
     if kernels not in _PLAIN_EXPERTS and not computes_with_plain_experts(method):
         raise SyncError(f"layout: '{path}' is served by {kernels}, which reorders weights in a way not known")
