@@ -132,17 +132,17 @@ def test_a_hybrid_learns_from_packed_sequences_as_from_single_ones_and_the_run_s
         "data": {"kind": "file", "path": "rows.jsonl"},
     }  # fmt: skip
     noted = {name: (engaged, why) for name, _, engaged, why in engaged.options(parse_spec(raw), bench.built())}
-    assert noted["packing of sequences"][0] is False
-    assert "lfm2 has layers of kind conv, so each sequence has a row of its own" in noted["packing of sequences"][1]
+    assert noted["packing of sequences"] == (True, "")
 
 
 def positions_of(model: suite.BuiltModel, lengths: list[int]) -> int:
-    """Return how many positions the model computes for one micro-batch of sequences of these lengths."""
+    """Return how many positions a recurrent layer computes for one micro-batch of sequences of these lengths."""
     rows = [[Trajectory([1] * each, [False, *[True] * (each - 1)], [0.0] * each, [-1] * each)] for each in lengths]
     (micro,) = suite.batch_of(rows, shares_never)
     counted: list[int] = []
     body: Any = model.policy.head.body
-    hook = body.layers[0].register_forward_hook(lambda _part, given, _told: counted.append(given[0].shape[:2].numel()))
+    part = body.layers[0].conv.in_proj
+    hook = part.register_forward_hook(lambda _part, given, _told: counted.append(given[0].shape[:2].numel()))
     model.policy.score(micro, 1.0)
     hook.remove()
     return sum(counted)

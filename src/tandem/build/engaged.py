@@ -29,6 +29,8 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     found.append(("model.attention", spec.model.attention, not why_not, why_not))
     if forward.why_alone:
         found.append(("packing of sequences", True, False, forward.why_alone))
+    if forward.is_recurrent:
+        found.append(("packing of sequences", "recurrent layers: a row for each sequence", True, ""))
     if model.policy.vision is not None:
         found.append(("images", "the vision tower is frozen", True, ""))
     if model.crew is not None:

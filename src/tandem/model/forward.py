@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
-from tandem.ops import attention_masks, packed_attention
+from tandem.ops import attention_masks, packed_attention, recurrent_layers
 from tandem.ops.lm_head import Head
 from tandem.ops.row_packing import micro_batches
 from tandem.types import ImageRows, MicroBatch, PackedRows
@@ -29,8 +29,6 @@ _log = logging.getLogger(__name__)
 _SELECTIVE = 0.85
 """Share of a compiled layer's activations that are kept. Outputs of norms and the input of the last product are
 recomputed; attention is not, which would begin between 0.7 and 0.8."""
-_PADDING = 256
-"""Most positions of padding in a call of sequences that have a row each; one more call costs about as much."""
 _NEAR = 0.1
 """Largest relative difference between packed and masked rows, which are both rounded to 16 bits at every operation."""
 
@@ -49,8 +47,11 @@ class Forward:
     ) -> None:
         """`selective`: compiled layers recompute cheap activations. `why_not_compiled`: the caller's reason not to
         compile; empty if there is none."""
-        self.why_alone = attention_masks.computed_alone(module.config)
+        self._num_recurrent = attention_masks.num_recurrent(module.config)
+        self.why_alone = _why_alone(module)
         """Why each sequence has a row of its own; empty if sequences can share rows."""
+        if self.is_recurrent:
+            why_not_compiled = why_not_compiled or "recurrent layers gather their sequences, which is not compiled"
         self.why_masked = (
             self.why_alone
             if packed and self.why_alone
@@ -75,6 +76,11 @@ class Forward:
                 _compile(module, undo=True)
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether the model has layers that get a row for each sequence, beside others that share rows."""
+        return not self.why_alone and self._num_recurrent > 0
+
+    @property
     def shares_freely(self) -> bool:
         """Whether samples can share a prompt without an attention mask."""
         return not self.why_masked
@@ -82,12 +88,22 @@ class Forward:
     def hidden(self, head: Head, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return hidden states, and for each trained token the index of the one that predicts it."""
         if not self.why_masked and head.config.get_text_config()._attn_implementation == packed_attention.NAME:
-            hidden_TH = _packed(head.hidden, micro.ids_BT, micro.positions_BT, micro.packed, micro.images)
+            more = _sequences(head.config, micro.packed, micro.segments_BT, is_flat=True)
+            hidden_TH = _packed(head.hidden, micro.ids_BT, micro.positions_BT, micro.packed, micro.images, **more)
             return hidden_TH, micro.packed.place_of[micro.source_N]
-        if attention_masks.computed_alone(head.config):
+        if attention_masks.computed_alone(head.config) and not recurrent_layers.share_rows(head.config):
             return _each_alone(head, micro), micro.packed.place_of[micro.source_N]
+        more = _sequences(head.config, micro.packed, micro.segments_BT, is_flat=False)
         mask, positions_BT = _mask(head.config, micro.segments_BT, micro.parents_BT, micro.positions_BT)
-        return head.hidden(micro.ids_BT, positions_BT, mask, images=micro.images).flatten(0, 1), micro.source_N
+        hidden_BTH = head.hidden(micro.ids_BT, positions_BT, mask, images=micro.images, **more)
+        return hidden_BTH.flatten(0, 1), micro.source_N
+
+
+def _sequences(config: Any, packed: PackedRows, segments_BT: Tensor, *, is_flat: bool) -> dict[str, Any]:
+    """Return the argument of a forward whose recurrent layers need to know where sequences are."""
+    if not recurrent_layers.share_rows(config) or (not is_flat and bool((segments_BT <= 0).all())):
+        return {}
+    return {"sequences": recurrent_layers.sequences_of(packed, segments_BT.numel(), is_flat=is_flat)}
 
 
 def _each_alone(head: Head, micro: MicroBatch) -> Tensor:
@@ -102,7 +118,7 @@ def _each_alone(head: Head, micro: MicroBatch) -> Tensor:
     own, whole = begins.diff().tolist(), begins_k.diff().tolist()
     ids = ids_K.split(whole)
     found: list[Tensor] = [ids_K] * len(own)
-    for now in micro_batches(whole, micro.ids_BT.numel(), _PADDING):
+    for now in micro_batches(whole, micro.ids_BT.numel(), recurrent_layers.PADDING):
         width = whole[now[0]]
         ids_ST = torch.nn.utils.rnn.pad_sequence([ids[each] for each in now], batch_first=True)
         positions_ST = torch.arange(width, device=ids_ST.device).expand_as(ids_ST)
@@ -118,14 +134,15 @@ def _packed(
     positions_BT: Tensor,
     packed: PackedRows,
     images: ImageRows | None = None,
+    **more: Any,
 ) -> Tensor:
-    """`hidden`: as that of a Head."""
+    """`hidden`: as that of a Head, and `more` of its arguments."""
     ids_1T, positions_1T = (each.flatten()[packed.tokens_T][None] for each in (ids_BT, positions_BT))
     if images is not None:
         rotary_31T = images.rotary_3BT.flatten(1)[:, None, packed.tokens_T]
         images = ImageRows(rotary_31T, packed.place_of[images.places_P], images.digests)
     mask = packed_attention.no_mask(ids_1T.device)
-    return hidden(ids_1T, positions_1T, mask, images=images, spans=packed.spans)[0]
+    return hidden(ids_1T, positions_1T, mask, images=images, spans=packed.spans, **more)[0]
 
 
 def _mask(config: Any, segments_BT: Tensor, parents_BT: Tensor, positions_BT: Tensor) -> tuple[Any, Tensor]:
@@ -144,6 +161,21 @@ def _mask(config: Any, segments_BT: Tensor, parents_BT: Tensor, positions_BT: Te
 
 
 # --- trials
+
+
+def _why_alone(module: Any) -> str:
+    why, num_recurrent = attention_masks.computed_alone(module.config), attention_masks.num_recurrent(module.config)
+    if not num_recurrent or recurrent_layers.share_rows(module.config):
+        return why if not num_recurrent else ""
+    why_not = _why_not(lambda: _try_sequences(module, num_recurrent))
+    return f"{why} ({why_not})" if why_not else ""
+
+
+@torch.no_grad()
+def _try_sequences(module: Any, num_recurrent: int) -> str:
+    trial = _Trial(module)
+    sequences = recurrent_layers.sequences_of(trial.packed, trial.segments_BT.numel(), is_flat=False)
+    return recurrent_layers.engage(module, num_recurrent, lambda: trial.masked(sequences=sequences))
 
 
 def _why_not(trial: Any) -> str:
@@ -177,11 +209,13 @@ class _Trial:
         return ids.view(2, 16)
 
     def hidden(self, changed: slice | None = None) -> Tensor:
-        return _packed(self._body, self.ids(changed), self.positions_BT, self.packed)
+        more = _sequences(self.config, self.packed, self.segments_BT, is_flat=True)
+        return _packed(self._body, self.ids(changed), self.positions_BT, self.packed, **more)
 
-    def masked(self) -> Tensor:
+    def masked(self, **more: Any) -> Tensor:
         mask, positions_BT = _mask(self.config, self.segments_BT, self.parents_BT, self.positions_BT)
-        return self._body(self.ids(), positions_BT, mask).flatten(0, 1)[self.packed.tokens_T]
+        more = more or _sequences(self.config, self.packed, self.segments_BT, is_flat=False)
+        return self._body(self.ids(), positions_BT, mask, **more).flatten(0, 1)[self.packed.tokens_T]
 
     def _body(self, ids_BT: Tensor, positions_BT: Tensor, mask: Any, images: None = None, **more: Any) -> Tensor:
         given = {"attention_mask": mask, "use_cache": False, **more}

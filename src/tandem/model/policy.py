@@ -99,10 +99,8 @@ class CausalPolicy:
             if not self.context_grad:
                 if micro.images is not None:
                     raise SpecError("context_grad = 'none' does not support images; set context_grad = 'full'")
-                if self.forward.why_alone:
-                    raise SpecError(
-                        f"model: {self.forward.why_alone}; that does not go with a context without gradient"
-                    )
+                if why := attention_masks.computed_alone(self.module.config):
+                    raise SpecError(f"model: {why}; that does not go with a context without gradient")
                 return frozen_context.logprobs(self.head, micro, temperature, top_p)
             return self._score(self.head, micro, temperature, top_p)
 

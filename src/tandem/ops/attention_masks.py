@@ -10,6 +10,9 @@ from torch import Tensor
 from tandem.errors import SpecError
 from tandem.ops import packed_attention
 
+_MASKED = ("full_attention", "sliding_attention")
+"""Kinds of layers that a mask describes."""
+
 
 def check_attention(config: Any) -> None:
     """Raise SpecError unless a mask describes the attention, so that the embedded engine can batch sequences."""
@@ -25,10 +28,11 @@ def check_attention(config: Any) -> None:
 
 
 def computed_alone(config: Any) -> str:
-    """Return why the trainer computes each sequence in a row of its own; empty if sequences can share a row.
+    """Return why a sequence must have a row of its own where all layers compute the same rows; empty if sequences can
+    share a row.
 
-    A state-space or linear layer reads its row from the left without a mask, and ALiBi counts distances in the row. So
-    a second sequence in the row would depend on the first one. Padding on the right changes nothing.
+    A recurrent layer reads its row from the left without a mask, and ALiBi counts distances in the row. So a second
+    sequence in the row would depend on the first one. Padding on the right changes nothing.
     """
     config = config.get_text_config()
     if getattr(config, "num_kv_shared_layers", 0):
@@ -39,13 +43,19 @@ def computed_alone(config: Any) -> str:
     )
 
 
+def num_recurrent(config: Any) -> int:
+    """Return how many layers read their row from its left."""
+    kinds: list[str] = getattr(config.get_text_config(), "layer_types", None) or []
+    return sum(kind not in _MASKED for kind in kinds)
+
+
 _SHARED = "model: {} has layers of kind shared key-value, which are not supported; use a model without them"
 
 
 def _beyond_masks(config: Any) -> list[str]:
     """Return the kinds of layers that no mask describes."""
     kinds: list[str] = getattr(config, "layer_types", None) or []
-    odd = set(kinds) - {"full_attention", "sliding_attention"}
+    odd = set(kinds).difference(_MASKED)
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         odd.add("ALiBi")
     return sorted(odd)
@@ -79,7 +89,8 @@ def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) 
     sliding = allowed & (query_pos - key_pos < window)
     if not kinds:
         return _typed(config, sliding)  # every layer has a sliding window, and the model takes one mask
-    return {"full_attention": _typed(config, allowed), "sliding_attention": _typed(config, sliding)}
+    recurrent = dict.fromkeys(kinds.difference(_MASKED))  # they take none
+    return {**recurrent, "full_attention": _typed(config, allowed), "sliding_attention": _typed(config, sliding)}
 
 
 def _typed(config: Any, allowed: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""Layers that read their row from its left, where a row holds several sequences.
+
+A gated delta net, a Mamba layer and a short convolution take no mask, so a second sequence of a row would depend on the
+first one. Here each gets its input gathered anew: a row for each sequence, its prompt before it, padded on the right.
+Its output goes back to where the input was. All other layers compute the shared rows as they are.
+
+The classes of transformers are changed for the whole process; without `sequences` they do as before.
+
+Shapes: P positions of all rows, S sequences of a call, W positions of its longest, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.ops.row_packing import micro_batches
+from tandem.types import PackedRows
+
+PADDING = 256
+"""Most positions of padding in a call of sequences that have a row each; one more call costs about as much."""
+_NAMES = ("linear_attn", "mamba", "conv")
+"""What the layers of transformers' models call their recurrent part."""
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of a micro-batch lie among its positions."""
+
+    calls: list[Tensor]
+    """By call, [S, W]: the position of each token."""
+    places_P: Tensor
+    """The way back: of each position, its place in the outputs of all calls, one behind the other."""
+
+
+_now: ContextVar[Sequences | None] = ContextVar("sequences of the layer that is computed now", default=None)
+_num_gathered: ContextVar[list[int] | None] = ContextVar("number of parts that gathered", default=None)
+_changed: set[type] = set()
+_sharing: set[type] = set()
+
+
+def share_rows(config: Any) -> bool:
+    """Return whether models of this kind compute rows of several sequences (`engage`)."""
+    return type(config.get_text_config()) in _sharing
+
+
+def engage(module: Any, num_layers: int, trial: Callable[[], Any]) -> str:
+    """Let the module's forward accept `sequences`. Return why it cannot; empty if it can.
+
+    `trial` runs the forward with them: each of the model's `num_layers` recurrent layers must get them.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in (each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)):
+        parts = [part for name, part in layer.named_children() if name in _NAMES]
+        _change(type(layer), _with_sequences)
+        for part in parts:
+            _change(type(part), _gathering)
+    number = [0]
+    before = _num_gathered.set(number)
+    try:
+        trial()
+    finally:
+        _num_gathered.reset(before)
+    if number[0] != num_layers:
+        return f"{number[0]} of its {num_layers} recurrent layers can compute rows of several sequences"
+    _sharing.add(type(module.config.get_text_config()))
+    return ""
+
+
+def sequences_of(packed: PackedRows, num_positions: int, *, is_flat: bool) -> Sequences:
+    """`num_positions`: most of a call, padding included, or one sequence. `is_flat`: the forward gets the packed tokens
+    as one row, not the micro-batch's own rows."""
+    begins, begins_k, _, _, keys_K = packed.spans
+    own, whole = begins.diff().tolist(), begins_k.diff().tolist()
+    among_K = torch.arange(len(packed.tokens_T), device=begins.device) if keys_K is None else keys_K
+    positions = (among_K if is_flat else packed.tokens_T[among_K]).split(whole)
+    calls: list[Tensor] = []
+    places = [among_K] * len(own)
+    start = 0
+    for now in micro_batches(whole, num_positions, PADDING):
+        calls.append(torch.nn.utils.rnn.pad_sequence([positions[each] for each in now], batch_first=True))
+        width = whole[now[0]]
+        for row, each in enumerate(now):
+            end = start + row * width + whole[each]
+            places[each] = torch.arange(end - own[each], end, device=begins.device)
+        start += len(now) * width
+    places_T = torch.cat(places)
+    return Sequences(calls, places_T if is_flat else places_T[packed.place_of])
+
+
+@contextmanager
+def _computing(sequences: Sequences | None) -> Iterator[None]:
+    before = _now.set(sequences)
+    try:
+        yield
+    finally:
+        _now.reset(before)
+
+
+def _change(kind: Any, how: Callable[[Any], Any]) -> None:
+    if kind not in _changed:
+        kind.forward = how(kind.forward)
+        _changed.add(kind)
+
+
+def _with_sequences(theirs: Any) -> Any:
+    """The forward of a decoder layer. As an argument `sequences` is there when the layer is recomputed, too."""
+
+    @wraps(theirs)
+    def forward(self: Any, *args: Any, sequences: Sequences | None = None, **given: Any) -> Any:
+        with _computing(sequences):
+            return theirs(self, *args, **given)
+
+    return forward
+
+
+def _gathering(theirs: Any) -> Any:
+    """The forward of a layer's recurrent part."""
+
+    @wraps(theirs)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+        sequences = _now.get()
+        if sequences is None:
+            return theirs(self, hidden_states, *args, **given)
+        if (number := _num_gathered.get()) is not None:
+            number[0] += 1
+        flat_PH = hidden_states.flatten(0, 1)
+        found = [theirs(self, flat_PH[each_SW]).flatten(0, 1) for each_SW in sequences.calls]
+        return torch.cat(found)[sequences.places_P].view(*hidden_states.shape[:2], -1)
+
+    return forward

@@ -1,0 +1,127 @@
+"""Recurrent layers among others that share rows, and what cannot share rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config
+
+from tandem.algo import sft
+from tandem.errors import SpecError
+from tandem.model.policy import CausalPolicy
+from tandem.ops import recurrent_layers
+from tandem.ops.byte_sizes import shares_never, shares_unmasked
+from tandem.text.tokenizer import byte_tokenizer
+from tandem.train.batch_packing import make_batch
+from tandem.types import MicroBatch, Trajectory
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+PROMPT = [5, 9, 3, 17, 29]
+ANSWERS = ([1, 2, 3, 4, 5, 6, 7], [11, 12, 13], [21], [31, 32, 33, 34, 35, 36, 37, 38, 39])
+
+
+def policy(**given: Any) -> CausalPolicy:
+    torch.manual_seed(3)
+    config = Lfm2Config(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
+        num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2,
+    )  # fmt: skip
+    return CausalPolicy(AutoModelForCausalLM.from_config(config), byte_tokenizer(), **given)
+
+
+def alibi() -> CausalPolicy:
+    torch.manual_seed(3)
+    config = BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=320)
+    return CausalPolicy(AutoModelForCausalLM.from_config(config), byte_tokenizer())
+
+
+def rows() -> list[Trajectory]:
+    return [
+        Trajectory(PROMPT + each, [False] * len(PROMPT) + [True] * len(each), [0.0] * (len(PROMPT) + len(each)),
+                   [-1] * len(PROMPT) + [0] * len(each))
+        for each in ANSWERS
+    ]  # fmt: skip
+
+
+def micro(*groups: list[Trajectory], tree: bool = False) -> MicroBatch:
+    shares = shares_unmasked if tree else shares_never
+    (found,) = make_batch(list(groups), sft.make(), micro_tokens=4096, version=0, shares=shares, device=CPU).micro
+    return found
+
+
+def scores(model: CausalPolicy, given: MicroBatch) -> list[float]:
+    return sorted(model.score(given, 1.0).tolist())
+
+
+def alone(model: CausalPolicy) -> list[float]:
+    return sorted(number for row in rows() for number in scores(model, micro([row])))
+
+
+def gradients(model: CausalPolicy, *given: MicroBatch) -> dict[str, Tensor]:
+    model.module.zero_grad()
+    for each in given:
+        model.logprobs(each, 1.0).logprobs_N.sum().backward()
+    return {name: tensor.grad.clone() for name, tensor in model.trainable() if tensor.grad is not None}
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_sequences_of_one_row_are_computed_as_single_ones(tree: bool):
+    model = policy()
+    assert model.forward.is_recurrent
+    together = micro(rows(), tree=True) if tree else micro(*([row] for row in rows()))
+    assert together.segments_BT.max() > 0
+    assert scores(model, together) == pytest.approx(alone(model), abs=1e-5)
+
+
+def test_other_layers_compute_a_prompt_once():
+    model = policy()
+    counted: list[int] = []
+    body: Any = model.head.body
+    body.layers[0].feed_forward.register_forward_hook(lambda _part, given, _told: counted.append(given[0].numel() // 32))
+    scores(model, micro(rows(), tree=True))
+    assert counted == [len(PROMPT) + sum(map(len, ANSWERS))]
+
+
+def test_a_layer_that_is_computed_again_for_its_gradient_knows_its_sequences():
+    kept, recomputed = policy(), policy(activations="recompute")
+    first, second = micro(rows(), tree=True), micro([rows()[0]], [rows()[3]])
+    ours, theirs = (gradients(each, first, second) for each in (recomputed, kept))
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+    single = gradients(kept, *(micro([row]) for row in (*rows(), rows()[0], rows()[3])))
+    for name in single:
+        assert (theirs[name] - single[name]).norm() <= 1e-5 * (1 + single[name].norm()), name
+
+
+def test_a_reference_of_the_same_kind_knows_them_too():
+    model, together = policy(), micro(*([row] for row in rows()))
+    model.keep_reference()
+    before = scores(model, together)
+    with torch.no_grad():
+        for _, tensor in model.trainable():
+            tensor.mul_(1.1)
+    assert sorted(model.reference_logprobs(together, 1.0).tolist()) == pytest.approx(before, abs=1e-6)
+
+
+def test_a_model_whose_layers_are_not_reached_is_told_apart():
+    model = policy()
+    why = recurrent_layers.engage(model.module, 3, lambda: scores(model, micro(rows(), tree=True)))
+    assert why == "2 of its 3 recurrent layers can compute rows of several sequences"
+
+
+def test_distances_in_the_row_leave_each_sequence_a_row():
+    model = alibi()
+    assert model.forward.why_alone == "bloom has layers of kind ALiBi, so each sequence has a row of its own"
+    assert scores(model, micro(*([row] for row in rows()))) == pytest.approx(alone(model), abs=1e-5)
+
+
+def test_a_context_without_gradient_is_refused(tmp_path: Path):
+    model = policy()
+    model.context_grad = False
+    with pytest.raises(SpecError, match="lfm2 has layers of kind conv.*does not go with a context without gradient"):
+        model.logprobs(micro(rows(), tree=True), 1.0)
