@@ -43,9 +43,10 @@ model was loaded and one after a step, and then the server answers prompts of di
 must be of the second version.
 
 Layers that read a row from its left (gated delta net, short convolution, Mamba) would mix the sequences of a row. So in
-Qwen3-Next, Qwen3.5, Qwen3.5-MoE, LFM2, Granite 4, Jamba, Falcon-H1 and OLMo hybrid each sequence has a row of its own,
-beside sequences of like length: packed batches give the results of single sequences, with about a fifth of padding on
-instruction data. The varlen arguments of their GPU kernels (`cu_seqlens`, `seq_idx`) are not used.
+Qwen3-Next, Qwen3.5, Qwen3.5-MoE, LFM2, Granite 4, Jamba, Falcon-H1 and OLMo hybrid these layers get a row for each
+sequence, its prompt before it, beside sequences of like length (`ops/recurrent_layers.py`). All other layers compute
+packed rows, and a shared prompt once. A run says so ("packing of sequences"), and why if a model's layers cannot be
+reached: then each of its sequences has a row of its own in all layers.
 
 bf16 rounds to 8 bits, so the engine's batches and the trainer's differ by more. A run stops when the mean difference of
 a batch is above [`train.max_logprob_gap`](spec.md); by default that is 0.05 nats or three times the first batch's

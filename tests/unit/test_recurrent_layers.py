@@ -82,7 +82,8 @@ def test_other_layers_compute_a_prompt_once():
     model = policy()
     counted: list[int] = []
     body: Any = model.head.body
-    body.layers[0].feed_forward.register_forward_hook(lambda _part, given, _told: counted.append(given[0].numel() // 32))
+    other = body.layers[0].feed_forward
+    other.register_forward_hook(lambda _part, given, _told: counted.append(given[0].numel() // 32))
     scores(model, micro(rows(), tree=True))
     assert counted == [len(PROMPT) + sum(map(len, ANSWERS))]
 
@@ -123,5 +124,5 @@ def test_distances_in_the_row_leave_each_sequence_a_row():
 def test_a_context_without_gradient_is_refused(tmp_path: Path):
     model = policy()
     model.context_grad = False
-    with pytest.raises(SpecError, match="lfm2 has layers of kind conv.*does not go with a context without gradient"):
+    with pytest.raises(SpecError, match=r"lfm2 has layers of kind conv.*does not go with a context without gradient"):
         model.logprobs(micro(rows(), tree=True), 1.0)
