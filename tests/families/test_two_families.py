@@ -83,7 +83,7 @@ def test_layers_that_the_server_cannot_batch_are_refused_before_it_starts_as_in_
     bench = suite.Bench(suite.FAMILIES["LFM2"], tmp_path)
     names = [name for name, traits in BRIDGES.items() if not traits.in_process]
     (told,) = {suite.outcome(cell, bench) for cell in ("all weights, inproc", *names)}
-    assert told.startswith("model: lfm2 has layers of kind conv, which the embedded engine cannot batch; set engine.")
+    assert told.startswith("model: lfm2 has layers of kind conv, which the embedded engine cannot batch; vLLM may (")
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -125,7 +125,7 @@ def test_a_hybrid_learns_from_packed_sequences_as_from_single_ones_and_the_run_s
     bench = suite.Bench(suite.FAMILIES["LFM2"], tmp_path)
     cells = ("trainer", "packing", "prompt trees", "SFT", "SFT, LoRA")
     assert [suite.outcome(cell, bench) for cell in cells] == ["yes"] * len(cells)
-    assert "which the embedded engine cannot batch; set engine.kind = 'vllm'" in suite.outcome("disk", bench)
+    assert "for a run set engine.kind = 'vllm'" in suite.outcome("disk", bench)
     assert positions_of(bench.built(), [1000, 100, 90, 980, 110, 30]) < 1.1 * (1000 + 100 + 90 + 980 + 110 + 30)
     raw = {
         "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},

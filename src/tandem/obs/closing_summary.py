@@ -123,6 +123,16 @@ def _has_gguf(config: Path) -> bool:
     return True
 
 
+def _is_hybrid(config: Path) -> bool:
+    """Return whether a model has recurrent layers, which the embedded engine does not serve."""
+    try:
+        told = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    masked = {"full_attention", "sliding_attention"}
+    return any(key.startswith("mamba_") for key in told) or not masked.issuperset(told.get("layer_types") or ())
+
+
 def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
     """Return the next commands, which work in the current directory."""
     tandem, run = _command(), shlex.quote(str(run_dir))
@@ -133,13 +143,14 @@ def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
             (f"{tandem} init", "a spec for GRPO; docs/data.md says how this model becomes its reward"),
         ]
     elif (run_dir / "export").exists():
+        config = run_dir / "export" / "config.json"
         commands = [
-            (f"{tandem} chat {run}", "talk to the model"),
-            (f"{tandem} serve {run}", "an OpenAI-compatible API on this machine"),
+            *([] if (hybrid := _is_hybrid(config)) else [(f"{tandem} chat {run}", "talk to the model")]),
+            (f"{tandem} serve {run}{' --engine vllm' * hybrid}", "an OpenAI-compatible API on this machine"),
             (f"{tandem} env new my_env", "a task of your own to train on")
             if status.get("recipe") == "rl"
             else (f"{tandem} export {run} --gguf q8_0", "a file for llama.cpp and Ollama")
-            if _has_gguf(run_dir / "export" / "config.json")
+            if _has_gguf(config)
             else (f"{tandem} export {run}", "a copy with a model card"),
         ]
     else:

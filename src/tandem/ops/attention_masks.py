@@ -20,8 +20,8 @@ def check_attention(config: Any) -> None:
     if odd := _beyond_masks(config):
         raise SpecError(
             f"model: {config.model_type} has layers of kind {', '.join(odd)}, which the embedded engine cannot batch; "
-            "set engine.kind = 'vllm', if `tandem engine check --model` says that it serves this model, or train on "
-            "recorded data: SFT and DPO need no engine"
+            "vLLM may (`tandem engine check --model` says so): for a run set engine.kind = 'vllm', to serve it pass "
+            "--engine vllm. SFT and DPO need no engine"
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise SpecError(_SHARED.format(config.model_type))
