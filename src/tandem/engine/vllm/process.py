@@ -14,6 +14,7 @@ vLLM recomputes them when it continues.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -55,6 +56,8 @@ _MIDDLEWARE = "tandem.vllm_worker.together_route.TogetherRoute"
 _SCHEDULER, _SCHEDULER_FILE = "tandem.vllm_worker.scheduler.scheduler", "scheduler.json"
 _COMPILED = '{"tandem_adapters": 1}'  # separates code that was compiled with vllm_worker/lora_layers.py in vLLM's cache
 _RECURRENT = ("linear", "conv", "mamba")  # in the names of kinds of layers
+_MAMBA = "mamba_d_state"  # in the configuration of a model with such layers, whether or not it names kinds
+_ONE_MORE = ("cohere2", "cohere2_moe")  # models whose layers see one token more than their sliding window in vLLM 0.32
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LEAST_REQUESTS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
 _SOCKET_BYTES = 100  # the kernel allows 107 for the path of a socket
@@ -122,6 +125,9 @@ class VllmOptions:
             given += ["--additional-config", _COMPILED] if self.device != "cpu" else []
         if is_since(version, 0, 32):  # token ids in and out must be enabled
             given += ["--enable-scale-out"]
+            window: int | None = self._config.get("sliding_window")
+            if self._config.get("model_type") in _ONE_MORE and window:  # a trainer's layers see `window` tokens
+                given += ["--hf-overrides", json.dumps({"sliding_window": window - 1})]
         if self.sees:
             if not is_since(version, 0, 32):
                 raise EngineError(
@@ -136,7 +142,8 @@ class VllmOptions:
                 given += ["--moe-backend", "triton"]
         else:  # otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot
             given += ["--no-enable-chunked-prefill"]
-            if any(mark in kind for kind in self._config.get("layer_types") or () for mark in _RECURRENT):
+            kinds = self._config.get("layer_types") or ()
+            if _MAMBA in self._config or any(mark in kind for kind in kinds for mark in _RECURRENT):
                 given += ["--no-enable-prefix-caching"]  # vLLM keeps their states by chunks of prompts
         return [*given, *self.extra]
 
