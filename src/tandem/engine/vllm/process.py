@@ -58,6 +58,8 @@ _COMPILED = '{"tandem_adapters": 1}'  # separates code that was compiled with vl
 _RECURRENT = ("linear", "conv", "mamba")  # in the names of kinds of layers
 _MAMBA = "mamba_d_state"  # in the configuration of a model with such layers, whether or not it names kinds
 _ONE_MORE = ("cohere2", "cohere2_moe")  # models whose layers see one token more than their sliding window in vLLM 0.32
+_ROTARY_BY_HEAD = ("lfm2", "lfm2_moe")  # vLLM's kernel for CPUs takes their queries and keys for another shape
+_TORCH_ROTARY = '{"custom_ops": ["all", "-rotary_embedding"]}'
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LEAST_REQUESTS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
 _SOCKET_BYTES = 100  # the kernel allows 107 for the path of a socket
@@ -145,6 +147,8 @@ class VllmOptions:
             kinds = self._config.get("layer_types") or ()
             if _MAMBA in self._config or any(mark in kind for kind in kinds for mark in _RECURRENT):
                 given += ["--no-enable-prefix-caching"]  # vLLM keeps their states by chunks of prompts
+            if self.eager and self._config.get("model_type") in _ROTARY_BY_HEAD:
+                given += ["--compilation-config", _TORCH_ROTARY]
         return [*given, *self.extra]
 
 
