@@ -121,7 +121,7 @@ FAMILIES: dict[str, Family] = {
         "JambaConfig",
         {
             "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-            "num_experts": 2, "use_mamba_kernels": False, "mamba_d_state": 8,
+            "num_experts": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "hidden_size": 128,
         },
     ),
     "Falcon-H1": Family(

@@ -141,7 +141,7 @@ class Constant:
 
 
 class Decay:
-    """The decay of a Mamba layer. A trainer has its logarithm `A_log`; vLLM computed `-exp(A_log)` when it loaded it."""
+    """The decay of a Mamba layer. A trainer has its logarithm `A_log`; vLLM keeps `-exp(A_log)`."""
 
     def __init__(self, path: str, served: Tensor, name: str) -> None:
         """`name`: the trainer's, of the logarithm."""
