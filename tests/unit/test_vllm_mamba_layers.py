@@ -144,6 +144,15 @@ def test_a_convolution_that_is_computed_from_a_copy_is_refused():
         layered(layer)
 
 
+def test_a_convolution_that_is_packed_is_refused():
+    layer: Any = MambaMixer2()
+    layer.conv1d._cpu_unpacked_conv_weight = layer.conv1d.weight.data.squeeze(1).clone()
+    layer.conv1d.weight.data = layer.conv1d.weight.data.clone()
+    layer.conv_weights = layer.conv1d.weight.data.squeeze(1)
+    with pytest.raises(SyncError, match=r"the convolution 'mamba\.conv1d' is packed for this CPU's bfloat16"):
+        layered(layer)
+
+
 def test_a_short_convolution_is_written_as_it_is_in_the_checkpoint():
     made, layout = layered(ShortConv())
     arrived = arriving(layout)
@@ -167,6 +176,7 @@ def test_falcon_s_scales_of_a_projection_must_be_the_trainer_s():
         ("Lfm2", {".conv.": ".short_conv."}, "layers.0.short_conv.conv.weight", "layers.0.conv.conv.weight"),
         ("Lfm2", {".conv.": ".short_conv."}, "layers.0.short_conv.in_proj.weight", "layers.0.conv.in_proj.weight"),
         ("FalconH1", {"mamba": "mamba.mamba"}, "layers.0.mamba.mamba.D", "layers.0.mamba.D"),
+        ("GraniteMoeHybrid", {}, "layers.0.block_sparse_moe.gate.weight", "layers.0.block_sparse_moe.router.weight"),
         ("Jamba", {".self_attn.": "."}, "layers.1.q_proj.weight", "layers.1.self_attn.q_proj.weight"),
         ("Jamba", {".self_attn.": "."}, "layers.1.mamba.x_proj.weight", "layers.1.mamba.x_proj.weight"),
     ],

@@ -362,6 +362,10 @@ def _check_plain(path: str, layer: Any) -> None:
             f"layout: the weight of '{path}' was packed away when it was loaded; start vLLM with Tandem's worker "
             "extension, which keeps weights as they are"
         )
+    if hasattr(layer, "_cpu_unpacked_conv_weight"):
+        raise SyncError(
+            f"layout: the convolution '{path}' is packed for this CPU's bfloat16; set precision.weights = 'float32'"
+        )
     linear = getattr(layer, "cpu_linear", None)
     if linear is not None and linear is not plain_linear:
         raise SyncError(f"layout: '{path}' computes with a packed copy of its weight, which cannot be read back")
