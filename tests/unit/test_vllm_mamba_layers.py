@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem.errors import SyncError
 from tandem.ops import digest
-from tandem.vllm_worker import served_memory
+from tandem.vllm_worker import served_memory, worker
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.served_memory import ServedMemory, TensorLayout, layout_of
 
@@ -127,6 +127,28 @@ def test_a_decay_that_is_not_finite_is_refused_before_anything_is_written():
 def test_a_trainer_learns_which_tensors_are_served_in_another_form():
     assert layered(MambaMixer2())[1].of_other_form() == ["mamba.A_log"]
     assert layered(ShortConv())[1].of_other_form() == []
+
+
+@pytest.mark.parametrize(
+    ("bridge", "carries", "said"),
+    [
+        ("shared", "live", r"shared: 'mamba\.A_log' is served in another form .*; set sync\.bridge = 'disk'"),
+        ("adapter", "adapter", r"adapters: 'mamba\.A_log' is served in another form .*; train all weights"),
+    ],
+)
+def test_a_bridge_that_cannot_bring_or_compare_a_decay_is_refused(
+    bridge: str, carries: str, said: str, monkeypatch: pytest.MonkeyPatch
+):
+    made, layout = layered(MambaMixer2())
+    rig: Any = object.__new__(worker.EngineWorker)
+    config = SimpleNamespace(model_config=SimpleNamespace())
+    rig._theirs = SimpleNamespace(device=torch.device("cpu"), vllm_config=config)
+    rig._model, rig._layout, rig._source, rig._adapters = made, layout, None, SimpleNamespace()
+    rig._boot_id, rig._rank, rig._world = "boot", 0, 1
+    monkeypatch.setattr(worker, "open_source", lambda link, device: SimpleNamespace(carries=carries))
+    monkeypatch.setattr(worker, "_vllm_version", lambda: "0.32.0")
+    with pytest.raises(SyncError, match=said):
+        rig.attach({"mode": bridge})
 
 
 @pytest.mark.parametrize(("layer", "what"), [(MambaMixer2, "a Mamba layer is"), (ShortConv, "a short convolution is")])
