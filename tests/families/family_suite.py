@@ -102,13 +102,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "GLM4": Family("GLM 4", "Glm4Config"),
     "Cohere2": Family("Command R7B", "Cohere2Config", {"sliding_window": 24}),
-    "LFM2": Family("LFM 2", "Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}),
+    # Published checkpoints name these widths once more, where vLLM reads them.
+    "LFM2": Family(
+        "LFM 2",
+        "Lfm2Config",
+        {"layer_types": ["conv", "full_attention"] * 2, "hidden_size": 128, "conv_dim": 128, "block_dim": 128},
+    ),
     "Granite 4": Family(
         "Granite 4, hybrid",
         "GraniteMoeHybridConfig",
         {
-            "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
-            "num_local_experts": 0, "shared_intermediate_size": 64,
+            "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16,
+            "hidden_size": 128, "num_local_experts": 0, "shared_intermediate_size": 64,
         },
     ),
     "Jamba": Family(
@@ -116,7 +121,7 @@ FAMILIES: dict[str, Family] = {
         "JambaConfig",
         {
             "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-            "num_experts": 2, "use_mamba_kernels": False, "mamba_d_state": 8,
+            "num_experts": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "hidden_size": 128,
         },
     ),
     "Falcon-H1": Family(

@@ -232,5 +232,5 @@ def test_names_in_which_classes_of_vllm_differ_are_those_of_the_trainer():
     again = gemma.original("model.self_decoder.decoder_layers.0.mlp.up_proj.weight")
     assert again == gemma.original("model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
     rules("CohereForCausalLM", orig_to_new_substr={"_quantizer.": None})  # drops what this model does not have
-    with pytest.raises(SyncError, match=r"FalconH1ForCausalLM names its weights otherwise .* \(by substr\)"):
-        rules("FalconH1ForCausalLM", orig_to_new_substr={"A_log": "A"})
+    with pytest.raises(SyncError, match=r"BambaForCausalLM names its weights otherwise .* \(by substr\)"):
+        rules("BambaForCausalLM", orig_to_new_substr={"A_log": "A"})

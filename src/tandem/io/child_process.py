@@ -109,13 +109,17 @@ class Child:
         """Return how it ended, or that it runs, with its last lines of output."""
         code = self.exit_code
         how = "still running" if code is None else f"exit code {code}" if code <= 128 else f"signal {code - 128}"
-        with self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
-            lines = [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        lines = [line for line in self.output(_LOG_TAIL_BYTES).splitlines() if line.strip()]
         if not lines:
             return f"{how}; it wrote nothing to {self.log}"
         return "\n  ".join([f"{how}; the last lines of {self.log}:", *lines[-_LOG_TAIL_LINES:]])
+
+    def output(self, most_bytes: int) -> str:
+        """Return the end of its output."""
+        with self.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - most_bytes))
+            return file.read().decode("utf-8", "replace")
 
     @property
     def _program(self) -> str:

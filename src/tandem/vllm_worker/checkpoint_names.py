@@ -26,6 +26,10 @@ class _Rules(NamedTuple):
 _KNOWN: Mapping[str, _Rules] = {
     "Qwen3VLForConditionalGeneration": _Rules(),
     "MixtralForCausalLM": _Rules(parts={".block_sparse_moe.": ".mlp."}),
+    "GraniteMoeHybridForCausalLM": _Rules(parts={".block_sparse_moe.gate.": ".block_sparse_moe.router."}),
+    "Lfm2ForCausalLM": _Rules(parts={".short_conv.": ".conv."}),
+    "FalconH1ForCausalLM": _Rules(parts={".mamba.mamba.": ".mamba."}),
+    "JambaForCausalLM": _Rules(parts={f".{name}_proj.": f".self_attn.{name}_proj." for name in "qkvo"}),
     # vLLM's model of transformers' own classes. Its rules are those by which transformers reads old checkpoints.
     "TransformersForCausalLM": _Rules(),
     # Their rules are for checkpoints that see; those of text alone have the trainer's names.

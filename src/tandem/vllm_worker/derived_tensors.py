@@ -2,7 +2,8 @@
 
 vLLM keeps cosines and sines by position, a trainer the frequencies that they come from. A version brings the trainer's;
 they must be this engine's own. Otherwise both would compute different models with the same weights. What a trainer has
-not as a tensor is watched alone: it must stay as it was.
+not as a tensor is watched alone: it must stay as it was. The decay of a Mamba layer is trained, and served in another
+form.
 
 P positions, F frequencies.
 """
@@ -137,6 +138,38 @@ class Constant:
             self._told = theirs.clone()
             self._buffer.copy_(tensor)
             self._digest = digest.piece(self._buffer, self._path)
+
+
+class Decay:
+    """The decay of a Mamba layer. A trainer has its logarithm `A_log`; vLLM keeps `-exp(A_log)`."""
+
+    def __init__(self, path: str, served: Tensor, name: str) -> None:
+        """`name`: the trainer's, of the logarithm."""
+        if served.dtype != torch.float32:
+            raise SyncError(f"layout: '{path}' is kept in {served.dtype}; only float32 is known")
+        self._path, self._served, self._name = path, served, name
+        self._log = served.detach().neg().log()
+        """As it was received. Until then it is rounded, and no trainer's has its digest."""
+        self._digest = digest.piece(served, path)
+
+    def named(self) -> Mapping[str, Tensor]:
+        return {self._name: self._log}
+
+    def buffers(self) -> Iterator[Tensor]:
+        return iter(())  # a parameter
+
+    def table(self) -> tuple[str, Tensor, Callable[[], int]]:
+        return self._path, self._served, lambda: self._digest
+
+    def check_received(self, name: str, tensor: Tensor) -> None:
+        if not bool(tensor.detach().float().exp().isfinite().all()):
+            raise SyncError(f"apply: '{name}' is too large: the decay, its exponential, is not finite")
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        self._log = tensor.detach().to(self._served.device, torch.float32, copy=True)
+        decay = -self._log.exp()
+        self._digest = digest.piece(decay, self._path)  # not of the served memory, which is read back later
+        self._served.copy_(decay)
 
 
 def _near(theirs: Tensor, ours: Tensor) -> bool:

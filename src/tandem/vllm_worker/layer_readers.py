@@ -18,12 +18,13 @@ from torch import Tensor
 from tandem.errors import SyncError
 from tandem.ops.parts import rows_and_cols
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
-from tandem.vllm_worker.derived_tensors import Constant, Derived, Rotary
+from tandem.vllm_worker.derived_tensors import Constant, Decay, Derived, Rotary
 from tandem.vllm_worker.unpacked_cpu_weights import computes_with_plain_experts, plain_linear
 
 _WRAPPED = ".base_layer"
 _NORMS = (
     "RMSNorm", "GemmaRMSNorm", "LayerNorm", "RMSNormGated", "TPAwareRMSNorm", "TPAwareGemmaRMSNorm",
+    "Mixer2RMSNormGated",
 )  # fmt: skip
 _GEMMAS = (
     "GemmaModel", "Gemma2Model", "Gemma3Model", "Gemma4Model", "Gemma4SelfDecoderLayers", "Gemma4DecoderLayer",
@@ -282,6 +283,32 @@ def _delta_net(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, lis
         _whole(found, f"{path}.{key}", f"{path}.{key}", getattr(layer, key))
 
 
+def _short_convolution(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    if layer.conv.tp_size > 1:
+        raise SyncError(_ONE_WORKER.format(path, "a short convolution is", layer.conv.tp_size))
+
+
+def _mamba(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    """A Mamba layer of the first or second kind, but for its linear layers and norms."""
+    if layer.conv1d.tp_size > 1:  # vLLM cuts the parts of the convolution and of the first projection apart
+        raise SyncError(_ONE_WORKER.format(path, "a Mamba layer is", layer.conv1d.tp_size))
+    for key in ("D", "dt_bias"):
+        if (param := getattr(layer, key, None)) is not None:
+            _whole(found, f"{path}.{key}", f"{path}.{key}", param)
+    found.derived[f"{path}.A"] = Decay(f"{path}.A", layer.A.data, found.names.original(f"{path}.A_log"))
+    found.held[f"{path}.A"] = layer.A.numel()
+    again = getattr(layer, "conv_weights", None)
+    if again is not None:
+        if again.data_ptr() != layer.conv1d.weight.data_ptr():
+            raise SyncError(f"layout: '{path}' computes with a copy of its convolution, which cannot be written")
+        found.derived_paths.add(f"{path}.conv_weights")
+
+
+def _falcon_scales(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    """Scales of the parts of the first projection; a trainer has them within the Mamba layer, with one axis more."""
+    _constant(found, f"{path}.mup_vector", layer.mup_vector[None], found.names.original(f"{path}.mamba.mup_vector"))
+
+
 def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     """The experts of a layer lie in two stacks: gate and up, and down; a trainer has the same."""
     method, parallel = layer.quant_method, layer.moe_config.moe_parallel_config
@@ -335,6 +362,10 @@ def _check_plain(path: str, layer: Any) -> None:
             f"layout: the weight of '{path}' was packed away when it was loaded; start vLLM with Tandem's worker "
             "extension, which keeps weights as they are"
         )
+    if hasattr(layer, "_cpu_unpacked_conv_weight"):
+        raise SyncError(
+            f"layout: the convolution '{path}' is packed for this CPU's bfloat16; set precision.weights = 'float32'"
+        )
     linear = getattr(layer, "cpu_linear", None)
     if linear is not None and linear is not plain_linear:
         raise SyncError(f"layout: '{path}' computes with a packed copy of its weight, which cannot be read back")
@@ -362,9 +393,12 @@ _READERS: Mapping[str, Reader] = {
     "Attention": _attention,
     "MMEncoderAttention": _tower_attention,
     "QwenGatedDeltaNetAttention": _delta_net,
+    "ShortConv": _short_convolution,
+    "FalconH1SSMDecoderLayer": _falcon_scales,
     "RoutedExperts": _experts,
     "UnquantizedFusedMoEMethod": _nothing,
     **dict.fromkeys((*_NORMS, "Conv3dLayer", "Embedding"), _as_it_is),
     **dict.fromkeys(_GEMMAS, _constants),
+    **dict.fromkeys(("MambaMixer", "MambaMixer2"), _mamba),
     **dict.fromkeys(Rotary.CLASSES, _rotary),
 }

@@ -223,7 +223,9 @@ class LoraSlots:
         owners = {_owner(key) for key in tensors}
         for owner in sorted(owners):
             if (where := self._slices.get(owner)) is None:
-                raise SyncError(f"adapters: '{owner}' is no layer that this engine can adapt")
+                raise SyncError(
+                    f"adapters: '{owner}' is no layer that this engine can adapt; name others in model.lora.targets"
+                )
             rows, cols = where.base.full_shape
             for side, shape in (("A", (rank, cols)), ("B", (rows, rank))):
                 name = f"{_PREFIX}{owner}.lora_{side}.weight"

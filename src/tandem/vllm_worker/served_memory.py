@@ -27,7 +27,7 @@ from tandem.ops.batched_launches import copy_all
 from tandem.ops.parts import rows_and_cols
 from tandem.types import Part
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
-from tandem.vllm_worker.derived_tensors import Derived
+from tandem.vllm_worker.derived_tensors import Decay, Derived
 from tandem.vllm_worker.layer_readers import LayoutWalk, TensorPiece, checkpoints_names, kinds_of_layers, reader_of
 
 _SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
@@ -55,12 +55,16 @@ class TensorLayout:
 
     def boxes(self) -> list[tuple[str, int, int, int, int]]:
         """Return name, rows from and to, columns from and to of everything that this worker needs of a full version."""
-        tables = [(name, 0, rows_and_cols(tensor.shape)[0], 0, 1) for name, tensor in self.tables().items()]
+        tables = [(name, *_whole_box(tensor)) for name, tensor in self.tables().items()]
         return [*dict.fromkeys((piece.name, *piece.box) for piece in self), *tables]
 
     def tables(self) -> dict[str, Tensor]:
         """Return the tensors that the engine computes itself, under the trainer's names."""
         return {name: tensor for each in self.computed for name, tensor in each.named().items()}
+
+    def of_other_form(self) -> list[str]:
+        """Return the names of tensors that are trained, and served in another form."""
+        return [name for each in self.computed if isinstance(each, Decay) for name in each.named()]
 
     def derived(self) -> list[tuple[str, Tensor, Callable[[], int]]]:
         """Return the tensors that are never sent: name, memory, and a function that gives the digest it must have."""
@@ -202,9 +206,7 @@ class ServedMemory:
         numbers = self._digests.take()
         self.check_derived(numbers[len(self._boxes) :])
         found = [(*box, number) for box, number in zip(self._boxes, numbers[: len(self._boxes)], strict=True)]
-        tables = [
-            (name, tensor, 0, rows_and_cols(tensor.shape)[0], 0, 1) for name, tensor in self._layout.tables().items()
-        ]
+        tables = [(name, tensor, *_whole_box(tensor)) for name, tensor in self._layout.tables().items()]
         return [*found, *digests_of(tables)]
 
 
@@ -226,6 +228,11 @@ def check_served(pieces: Iterable[PieceDigest], expected: Mapping[str, str], sha
     for name, number in whole:
         if digest.text(number) != expected[name]:
             raise SyncError(f"apply: '{name}' is served as {digest.text(number)} and was sent as {expected[name]}")
+
+
+def _whole_box(tensor: Tensor) -> tuple[int, int, int, int]:
+    rows, cols = rows_and_cols(tensor.shape)
+    return 0, rows, 0, cols
 
 
 def _hint(layout: TensorLayout, name: str) -> str:

@@ -161,6 +161,11 @@ class EngineWorker:
         if source.carries == "adapter":
             if self._adapters is None:
                 raise SyncError("adapters: vLLM was started without --enable-lora")
+            if other_form := self._layout.of_other_form():
+                raise SyncError(
+                    f"adapters: '{other_form[0]}' is served in another form than in the checkpoint, so vLLM's base "
+                    "cannot be compared with the trainer's; train all weights (no model.lora)"
+                )
             self._adapters.reuses_tensors = reply["copied"] = source.reuse_buffer()
             # With several workers none holds a whole adapter, so none can compare it where it is served.
             self._verify_adapters = self._world == 1 and source.verify_where_served()
@@ -331,6 +336,11 @@ class EngineWorker:
     def _share_weights(self, source: EngineEnd) -> Answer:
         if getattr(self._theirs.vllm_config.model_config, "enable_sleep_mode", False):
             raise SyncError("shared: memory that vLLM may put to sleep cannot be shared; start it without sleep mode")
+        if other_form := self._layout.of_other_form():
+            raise SyncError(
+                f"shared: '{other_form[0]}' is served in another form than it is trained, so it cannot be one memory; "
+                "set sync.bridge = 'disk'"
+            )
         if self._theirs.device.type == "cuda":
             source.memory_for(self._views())
         else:

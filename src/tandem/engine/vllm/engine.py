@@ -214,7 +214,7 @@ class VllmEngine:
         async with self._process.stream("/inference/v1/generate", request, urgent=urgent) as answer:
             if answer.status != 200:
                 text = (await answer.whole()).text
-                raise EngineError(f"engine: vLLM refuses a request with {answer.status}: {text[:500]}")
+                raise self._process.refusal("a request", answer.status, text)
             if not request["stream"]:
                 told = decoded((await answer.whole()).content)
                 _check_prompt(request, told)

@@ -14,6 +14,7 @@ vLLM recomputes them when it continues.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -31,6 +32,7 @@ import httpx
 
 from tandem.engine.http.client import Broken, HttpClient, IncomingBody, Silent
 from tandem.engine.vllm.compile_cache import ModelLink, package_path
+from tandem.engine.vllm.first_cause import first_cause
 from tandem.engine.vllm.tested_versions import has_package, is_since, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost, SyncTimeout
 from tandem.io import prestart
@@ -55,8 +57,14 @@ _MIDDLEWARE = "tandem.vllm_worker.together_route.TogetherRoute"
 _SCHEDULER, _SCHEDULER_FILE = "tandem.vllm_worker.scheduler.scheduler", "scheduler.json"
 _COMPILED = '{"tandem_adapters": 1}'  # separates code that was compiled with vllm_worker/lora_layers.py in vLLM's cache
 _RECURRENT = ("linear", "conv", "mamba")  # in the names of kinds of layers
+_MAMBA = "mamba_d_state"  # in the configuration of a model with such layers, whether or not it names kinds
+_ONE_MORE = ("cohere2", "cohere2_moe")  # models whose layers see one token more than their sliding window in vLLM 0.32
+_ROTARY_BY_HEAD = ("lfm2", "lfm2_moe")  # vLLM's kernel for CPUs takes their queries and keys for another shape
+_TORCH_ROTARY = '{"custom_ops": ["all", "-rotary_embedding"]}'
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LEAST_REQUESTS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
+_FAULT = 500  # an answer's status from here on is vLLM's own fault
+_LOG_BYTES = 2**18  # of the end of its log, which may have a long trace for each process
 _SOCKET_BYTES = 100  # the kernel allows 107 for the path of a socket
 
 
@@ -122,6 +130,9 @@ class VllmOptions:
             given += ["--additional-config", _COMPILED] if self.device != "cpu" else []
         if is_since(version, 0, 32):  # token ids in and out must be enabled
             given += ["--enable-scale-out"]
+            window: int | None = self._config.get("sliding_window")
+            if self._config.get("model_type") in _ONE_MORE and window:  # a trainer's layers see `window` tokens
+                given += ["--hf-overrides", json.dumps({"sliding_window": window - 1})]
         if self.sees:
             if not is_since(version, 0, 32):
                 raise EngineError(
@@ -136,8 +147,11 @@ class VllmOptions:
                 given += ["--moe-backend", "triton"]
         else:  # otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot
             given += ["--no-enable-chunked-prefill"]
-            if any(mark in kind for kind in self._config.get("layer_types") or () for mark in _RECURRENT):
+            kinds = self._config.get("layer_types") or ()
+            if _MAMBA in self._config or any(mark in kind for kind in kinds for mark in _RECURRENT):
                 given += ["--no-enable-prefix-caching"]  # vLLM keeps their states by chunks of prompts
+            if self.eager and self._config.get("model_type") in _ROTARY_BY_HEAD:
+                given += ["--compilation-config", _TORCH_ROTARY]
         return [*given, *self.extra]
 
 
@@ -220,7 +234,7 @@ class VllmProcess:
             while time.monotonic() < until:
                 if not self.running:
                     self.kill()
-                    raise EngineError(f"engine: vLLM ended while it started: {self._child.exit_report()}")
+                    raise EngineError(f"engine: vLLM ended while it started: {self._report()}")
                 try:
                     if _listens(self.socket) and client.get("/health", timeout=5.0).status_code == 200:
                         return
@@ -228,7 +242,7 @@ class VllmProcess:
                     pass  # not yet
                 time.sleep(_POLL_S)
         self.kill()
-        raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._child.exit_report()}")
+        raise EngineError(f"engine: vLLM was not ready within {deadline_s:g} s: {self._report()}")
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float, **query: str) -> Any:
         """Post and return the answer's JSON. EngineLost if the process is gone, EngineError for a refusal."""
@@ -238,10 +252,23 @@ class VllmProcess:
         except Silent as error:
             raise EngineError(f"engine: vLLM did not answer {path} within {deadline_s:g} s") from error
         except Broken as error:
-            raise EngineLost(f"engine: vLLM is gone: {error}: {self._child.exit_report()}") from error
+            raise EngineLost(f"engine: vLLM is gone: {error}: {self._report()}") from error
         if answer.status != 200:
-            raise EngineError(f"engine: vLLM answers {path} with {answer.status}: {answer.text[:500]}")
+            raise self.refusal(path, answer.status, answer.text)
         return decoded(answer.content) if answer.kind == "application/json" else {}
+
+    def refusal(self, what: str, status: int, text: str) -> EngineError:
+        """Return the error that says how vLLM answered. Its own faults are in its log, not in its answer."""
+        why = self.cause() if status >= _FAULT else ""
+        return EngineError(f"engine: vLLM answers {what} with {status}: {text[:500]}{why}")
+
+    def _report(self) -> str:
+        return self._child.exit_report() + self.cause()
+
+    def cause(self) -> str:
+        """Return the last error in its log, for the end of a message; empty if there is none."""
+        why = first_cause(self._child.output(_LOG_BYTES))
+        return f"\n  the last error in its log:\n  {why}" if why else ""
 
     async def end(self) -> None:
         """End the process; its owner starts another."""
@@ -262,7 +289,7 @@ class VllmProcess:
             async with self._http.stream(path, encoded(body), urgent=urgent) as answer:
                 yield answer
         except Broken as error:
-            raise EngineLost(f"engine: vLLM is gone: {error}") from error
+            raise EngineLost(f"engine: vLLM is gone: {error}{self.cause()}") from error
 
     async def close(self) -> None:
         await self._http.close()

@@ -90,7 +90,7 @@ class RequestsTogether:
             async with self._process.stream(TOGETHER, together, urgent=True) as incoming:
                 if incoming.status != 200:
                     text = (await incoming.whole()).text
-                    raise EngineError(f"engine: vLLM refuses requests with {incoming.status}: {text[:500]}")
+                    raise self._process.refusal("requests", incoming.status, text)
                 for name in names:
                     if self._sent[name].cancelled():  # vLLM may have been told to abort it before it had it
                         self._drop(name)
@@ -102,7 +102,7 @@ class RequestsTogether:
                     elif not answer.done():
                         answer.set_result(told)
             if missing := sum(name in self._sent for name in names):
-                raise EngineError(f"engine: vLLM gave no answer to {missing} requests")
+                raise EngineError(f"engine: vLLM gave no answer to {missing} requests{self._process.cause()}")
         except TandemError as error:
             self._fail_all(names, error)
         except Exception as error:  # noqa: BLE001 - it is told to all that were asked together

@@ -1,0 +1,17 @@
+"""Find in vLLM's log why it ended. Its answers name only the process that noticed, and so do the log's last lines."""
+
+from __future__ import annotations
+
+import re
+
+_PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR \S+ \S+ \[[^\]]*\] ?)?")
+_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)(?:: .+)?$")
+_NOTICED = ("EngineDeadError", "initialization failed", "Worker failed with error", "CancelledError")
+"""In lines of processes that noticed that another one had failed."""
+
+
+def first_cause(log: str) -> str:
+    """Return the last error in the log that is a cause; empty if there is none."""
+    lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
+    errors = [line for line in lines if _ERROR.match(line) and not any(mark in line for mark in _NOTICED)]
+    return errors[-1][:500] if errors else ""
