@@ -25,6 +25,7 @@ class _Rules(NamedTuple):
 
 _KNOWN: Mapping[str, _Rules] = {
     "Qwen3VLForConditionalGeneration": _Rules(),
+    "GptOssForCausalLM": _Rules(parts={".attn.": ".self_attn.", ".embedding.": ".embed_tokens."}),
     "MixtralForCausalLM": _Rules(parts={".block_sparse_moe.": ".mlp."}),
     # vLLM's model of transformers' own classes. Its rules are those by which transformers reads old checkpoints.
     "TransformersForCausalLM": _Rules(),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
+from tandem.ops.named_tensors import whereabouts
 from tandem.ops.parts import rows_and_cols
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.derived_tensors import Constant, Derived, Rotary
@@ -39,6 +40,8 @@ _CONSTANTS = {
 _ONE_WORKER = "layout: '{}': {} cut between {} workers, in a way not known; set engine.tensor_parallel = 1"
 _FUSED = {"Glm4ForCausalLM": ("gate_up_proj",)}
 """Layers that are one tensor in the checkpoint, though vLLM names parts of them."""
+_TRANSPOSED_EXPERTS, _BY_TURNS = ("GptOssForCausalLM",), "swigluoai"
+"""Models whose experts have inputs as rows, and gate and up by turns; vLLM's name of what computes with the latter."""
 _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 """vLLM's kernels for experts that compute with gate and up, and down, in a checkpoint's order."""
 
@@ -89,6 +92,9 @@ class LayoutWalk:
     derived_paths: set[str] = field(default_factory=set[str])
     kinds: Sequence[str] = ()
     """Of the layers, if each kind has a rotary table of its own."""
+    transposed_experts: bool = False
+    rope_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the model's configuration."""
 
 
 Reader = Callable[[LayoutWalk, str, Any, Mapping[str, list[str]]], None]
@@ -102,12 +108,18 @@ def checkpoints_names(model: Any) -> Mapping[str, list[str]]:
     return {key: [key] if key in fused else list(names) for key, names in told.items()}
 
 
-def kinds_of_layers(model: Any) -> Sequence[str]:
-    """Return the kind of each layer of a model whose kinds have rotary tables of their own; otherwise nothing."""
+def walk_of(model: Any) -> LayoutWalk:
+    """Return a walk over this model that has found nothing yet."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = getattr(config, "layer_types", None) or ()
-    return kinds if set(kinds) & set(getattr(config, "rope_parameters", None) or ()) else ()
+    settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    return LayoutWalk(
+        CheckpointNames(model),
+        kinds=kinds if set(kinds) & set(settings) else (),
+        transposed_experts=type(model).__name__ in _TRANSPOSED_EXPERTS,
+        rope_settings=settings,
+    )
 
 
 def reader_of(path: str, module: Any) -> Reader | None:
@@ -249,7 +261,8 @@ def _rotary(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[s
     kind = found.kinds[int(number)] if of_layer and found.kinds else ""
     known = found.derived.get(f"{name} {kind}")
     if known is None:
-        found.derived[f"{name} {kind}"] = Rotary(path, layer, name, kind)
+        settings = found.rope_settings.get(kind, {}) if kind else found.rope_settings
+        found.derived[f"{name} {kind}"] = Rotary(path, layer, name, kind, settings)
     elif not isinstance(known, Rotary) or not known.is_of(layer):
         raise SyncError(f"layout: '{path}' is a second rotary embedding; only one for all layers is known")
     found.derived_paths |= {f"{path}.{name}" for name, _ in layer.named_buffers(recurse=False)}
@@ -292,9 +305,34 @@ def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[
     kernels = method.unquantized_backend.name
     if kernels not in _PLAIN_EXPERTS and not computes_with_plain_experts(method):
         raise SyncError(f"layout: '{path}' is served by {kernels}, which reorders weights in a way not known")
+    if (layer.activation.value == _BY_TURNS) != found.transposed_experts:
+        raise SyncError(f"layout: '{path}' computes {layer.activation.value}, which is not known of this model")
     name = path.removesuffix(".routed_experts")
-    for theirs, ours in (("w13_weight", "gate_up_proj"), ("w2_weight", "down_proj")):
-        _whole(found, f"{name}.{ours}", f"{path}.{theirs}", getattr(layer, theirs))
+    for number, ours in (("13", "gate_up_proj"), ("2", "down_proj")):
+        param = getattr(layer, f"w{number}_weight")
+        view = param.data.transpose(1, 2) if found.transposed_experts else param.data
+        _add(found, f"{name}.{ours}", f"{path}.w{number}_weight", param, view, 0, 0, tuple(view.shape))
+        if (bias := getattr(layer, f"w{number}_bias", None)) is not None:
+            used = getattr(method.moe_quant_config, f"w{number[0]}_bias", None)
+            _check_used(f"{path}.w{number}_bias", bias, used)
+            _whole(found, f"{name}.{ours}_bias", f"{path}.w{number}_bias", bias)
+
+
+def _sinks(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    """Logits that each head adds to its scores, and which its kernel reads."""
+    sinks, heads = layer.sinks, layer.num_attention_heads
+    if len(sinks) != heads:
+        raise SyncError(_ONE_WORKER.format(path, "attention sinks are", heads // len(sinks)))
+    if sinks.dtype not in (torch.bfloat16, torch.float32):  # on a CPU the first request makes the copy
+        raise SyncError(f"layout: '{path}.sinks' is {sinks.dtype}; vLLM may compute with a copy of another type")
+    _check_used(f"{path}.sinks", sinks, getattr(layer.attn.impl, "sinks", None))
+    _whole(found, f"{path}.sinks", f"{path}.sinks", sinks)
+
+
+def _check_used(path: str, param: Tensor, used: Tensor | None) -> None:
+    """Refuse a parameter of which the kernel has another copy: that would stay as it is."""
+    if used is None or whereabouts(used) != whereabouts(param):
+        raise SyncError(f"layout: vLLM's kernel does not compute with '{path}' itself but with a copy of it, if at all")
 
 
 def _nothing(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
@@ -362,7 +400,8 @@ _READERS: Mapping[str, Reader] = {
     "Attention": _attention,
     "MMEncoderAttention": _tower_attention,
     "QwenGatedDeltaNetAttention": _delta_net,
-    "RoutedExperts": _experts,
+    "OAIAttention": _sinks,
+    **dict.fromkeys(("RoutedExperts", "GptOssRoutedExperts"), _experts),
     "UnquantizedFusedMoEMethod": _nothing,
     **dict.fromkeys((*_NORMS, "Conv3dLayer", "Embedding"), _as_it_is),
     **dict.fromkeys(_GEMMAS, _constants),
