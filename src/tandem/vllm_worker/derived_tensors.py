@@ -21,6 +21,7 @@ from tandem.ops import digest
 
 _NEAR = 1e-6  # relative; two builds of one formula differ in the last bit, two settings of it by far more
 _NONE: Mapping[str, Any] = {}
+_YARN = ("YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding")
 
 
 class Derived(Protocol):
@@ -48,7 +49,7 @@ class Rotary:
 
     CLASSES: ClassVar = (
         "RotaryEmbedding", "Llama3RotaryEmbedding", "MRotaryEmbedding", "Gemma4RotaryEmbedding",
-        "YaRNScalingRotaryEmbedding",
+        *_YARN,
     )  # fmt: skip
     """Classes whose table is the cosine and sine of position times frequency, times YaRN's factor, and nothing else."""
 
@@ -60,7 +61,7 @@ class Rotary:
         self._names = (f"{before}inv_freq", f"{before}original_inv_freq")
         if type(layer).__name__ == "MRotaryEmbedding" and layer.scaling_factor is not None:
             raise SyncError(f"rotary: '{path}' scales its positions (YaRN) in three axes, in a way not known")
-        is_yarn = type(layer).__name__ == "YaRNScalingRotaryEmbedding"
+        is_yarn = type(layer).__name__ in _YARN
         self._factor: float = layer.mscale if is_yarn else 1.0
         if is_yarn and not math.isclose(self._factor, trainers := _yarn_factor(settings), rel_tol=_NEAR):
             raise SyncError(
