@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_a_scattered_tensor_is_copied_some_rows_at_a_time(monkeypatch: pytest.Mo
     assert [digest._is_scattered(each) for each in (stack, stack.contiguous(), stack[0], stack[:0])] == [
         True, False, False, False,
     ]  # fmt: skip
+
+
+def test_what_is_read_from_copies_stands_at_its_place_among_a_table_s() -> None:
+    stack = random("int8", 2, 3, 4).transpose(1, 2)
+    parts = [("a", random("int8", 6), 0, 0), ("stack", stack, 0, 0), ("b", random("int8", 4, 4), 0, 0)]
+    again = digest.RepeatedDigest(parts, checked=True)
+    plain = again.take()
+    again._again = SimpleNamespace(sums=lambda: ([plain[0], plain[2] - 2**64], [0, 1]))  # of a GPU: signed
+    assert again.take() == plain
+    assert again.look() == (plain, ["b"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
