@@ -143,10 +143,15 @@ FAMILIES: dict[str, Family] = {
         "DeepSeek V3 and R1 (MLA)",
         "DeepseekV3Config",
         {
-            "head_dim": 8, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
-            "num_experts_per_tok": 2, "topk_method": "noaux_tc",
-            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+            "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 512,
+            "head_dim": 64, "qk_rope_head_dim": 64,  # vLLM's CPU build computes 512 and 64 alone, and YaRN's table
+            "qk_nope_head_dim": 8, "v_head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5,
+            },
         },
     ),
     "Qwen3-VL": Family("Qwen 3 VL, dense", "Qwen3VLConfig", {"head_dim": 16}, sees=True),  # as many as its axes fill
@@ -169,9 +174,10 @@ class Bench:
         torch.manual_seed(0)
         module: Any = self._loader.from_config(config, attn_implementation=family.attention)
         with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                if "norm" in name or name.endswith((".bias", "sinks")):  # otherwise 1 or 0, so that a mistake hides
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                # Otherwise 1 or 0, so that a mistake hides.
+                if "norm" in name or name.endswith((".bias", "sinks", "correction_bias")):
+                    tensor.add_(torch.randn_like(tensor) * 0.1)
         module.save_pretrained(self.path)
         (family_images.TOKENIZER if family.sees else TOKENIZER).save_pretrained(self.path)
         if family.sees:

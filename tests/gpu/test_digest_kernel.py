@@ -77,6 +77,26 @@ def test_types_and_devices_in_one_call_are_told_apart() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("checked", [False, True])
+def test_stacks_of_turned_matrices_leave_the_others_their_table(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(digest._TOGETHER, "cuda", 3 * 40 * 24 * 2)
+    stack = torch.randn(8, 24, 40, device=DEVICE).bfloat16()
+    parts = [("a", torch.randn(70, 33, device=DEVICE), 0, 0), ("stack", stack.transpose(1, 2), 0, 0)]
+    parts.append(("b", torch.randn(64, device=DEVICE).bfloat16(), 0, 0))
+    again = digest.RepeatedDigest(parts, checked=checked)
+    assert again._again is not None
+    for _ in range(3):
+        stack += 1
+        numbers = [digest.piece(tensor.cpu().contiguous(), name, row, col) for name, tensor, row, col in parts]
+        assert again.take() == digest.pieces(parts) == numbers
+    if checked:
+        assert again.look() == (numbers, [])
+        stack[5, 3, 2] = float("nan")
+        parts[2][1][7] = float("inf")
+        assert sorted(again.look()[1]) == ["b", "stack"]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
 def test_what_the_stream_wrote_before_is_what_is_read() -> None:
     tensor = torch.zeros(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
     stream = torch.cuda.Stream()

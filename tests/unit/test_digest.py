@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.adapter_base_check import check_base
+from tandem.ops.digest_layout import DigestMatrix
 from tandem.ops.phase_timer import Phases
 
 DTYPES = ["bfloat16", "float16", "float32", "float64", "int64", "int32", "int8", "uint8", "bool", "float8_e4m3fn"]
@@ -61,6 +63,7 @@ def parts_of(dtype: str) -> list[digest.Piece]:
         ("vector", matrix[0], 7, 0),
         ("column", matrix[:, :1], 0, 1),
         ("cube", random(dtype, 2, 3, 4), 1, 2),
+        ("stack of turned ones", random(dtype, 2, 3, 4).transpose(1, 2), 1, 2),
         ("scalar", matrix[0, 0], 0, 0),
         ("empty", matrix[:0], 0, 0),
         ("no columns", matrix[:, :0], 4, 0),
@@ -72,6 +75,33 @@ def test_all_at_once_is_one_by_one_is_the_slow_one(dtype: str) -> None:
     parts = parts_of(dtype)
     one_by_one = [digest.piece(tensor, name, row, col) for name, tensor, row, col in parts]
     assert digest.pieces(parts) == one_by_one == [slow(*part) for part in parts]
+
+
+def test_a_scattered_tensor_is_copied_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def plain(matrices: Sequence[DigestMatrix], device: torch.device) -> list[int]:
+        copied.extend(matrix.integers_RC.numel() for matrix in matrices)
+        return [digest._sum(matrix) for matrix in matrices]
+
+    monkeypatch.setattr(digest, "_fused", plain)
+    monkeypatch.setitem(digest._TOGETHER, "cuda", 100)
+    stack = random("float32", 7, 3, 4).transpose(1, 2)
+    assert digest._of_copies(("stack", stack, 5, 2)) == slow("stack", stack, 5, 2)
+    assert copied == [24, 24, 24, 12]
+    assert [digest._is_scattered(each) for each in (stack, stack.contiguous(), stack[0], stack[:0])] == [
+        True, False, False, False,
+    ]  # fmt: skip
+
+
+def test_what_is_read_from_copies_stands_at_its_place_among_a_table_s() -> None:
+    stack = random("int8", 2, 3, 4).transpose(1, 2)
+    parts = [("a", random("int8", 6), 0, 0), ("stack", stack, 0, 0), ("b", random("int8", 4, 4), 0, 0)]
+    again = digest.RepeatedDigest(parts, checked=True)
+    plain = again.take()
+    again._again = SimpleNamespace(sums=lambda: ([plain[0], plain[2] - 2**64], [0, 1]))  # of a GPU: signed
+    assert again.take() == plain
+    assert again.look() == (plain, ["b"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

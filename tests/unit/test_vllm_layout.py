@@ -68,6 +68,7 @@ class RoutedExperts(nn.Module):
         self.w13_weight, self.w2_weight = nn.Parameter(torch.randn(2, 6, 4)), nn.Parameter(torch.randn(2, 4, 3))
         self.quant_method: Any = UnquantizedFusedMoEMethod(kernels)
         self.moe_config = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=workers, use_ep=False))
+        self.activation = SimpleNamespace(value="silu")
 
 
 def with_experts(**options: Any) -> nn.Module:
@@ -103,6 +104,13 @@ def test_experts_are_served_from_two_stacks_and_are_written_there():
 def test_experts_that_lie_otherwise_are_refused(options: dict[str, Any], said: str):
     with pytest.raises(SyncError, match=said):
         layout_of(with_experts(**options))
+
+
+def test_experts_that_compute_otherwise_are_refused():
+    made: Any = with_experts()
+    made.experts.routed_experts.activation.value = "swigluoai"
+    with pytest.raises(SyncError, match="computes swigluoai, which is not known of this model"):
+        layout_of(made)
 
 
 def test_quantised_experts_are_refused():

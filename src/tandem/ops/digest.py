@@ -64,7 +64,9 @@ def pieces(parts: Iterable[Piece]) -> list[int]:
     on_gpu: defaultdict[torch.device, dict[int, DigestMatrix | Plain]] = defaultdict(dict)
     for index, part in enumerate(parts):
         tensor = part[1]
-        if tensor.numel() and tensor.is_cuda and not why_not_fused():
+        if tensor.numel() and tensor.is_cuda and _is_scattered(tensor) and not why_not_fused():
+            numbers[index] = _of_copies(part)
+        elif tensor.numel() and tensor.is_cuda and not why_not_fused():
             on_gpu[tensor.device][index] = _for_kernel(part)
         elif tensor.numel():
             numbers[index] = _sum(_matrix(part))
@@ -134,17 +136,23 @@ class RepeatedDigest:
         self._parts = list(parts)
         self._checked = checked
         self._again: Any = None
-        on_gpu = bool(self._parts) and all(part[1].is_cuda and part[1].numel() for part in self._parts)
+        self._copied = [_is_scattered(part[1]) for part in self._parts]
+        table = [part for part, copied in zip(self._parts, self._copied, strict=True) if not copied]
+        on_gpu = bool(table) and all(part[1].is_cuda and part[1].numel() for part in self._parts)
         if on_gpu and len({part[1].device for part in self._parts}) == 1 and not why_not_fused():
-            self._again = _again(self._parts, checked=checked, alone=alone)
+            self._again = _again(table, checked=checked, alone=alone)
         all_of_them = self._again is None or not checked
-        self._looked_at = [part for part in self._parts if all_of_them or part[1].dtype not in _FIRST_ODD]
+        self._looked_at = [
+            part
+            for part, copied in zip(self._parts, self._copied, strict=True)
+            if all_of_them or copied or part[1].dtype not in _FIRST_ODD
+        ]
 
     @torch.no_grad()
     def take(self) -> list[int]:
         if self._again is None:
             return pieces(self._parts)
-        return [number & _MASK for number in self._again.sums()[0]]
+        return self._with_copied(self._again.sums()[0])
 
     @torch.no_grad()
     def look(self) -> tuple[list[int], list[str]]:
@@ -155,8 +163,15 @@ class RepeatedDigest:
         if self._again is None or not self._checked:
             return self.take(), finite.odd()
         sums, wrong = self._again.sums()
-        odd = [part[0] for part, each in zip(self._parts, wrong, strict=True) if each] if any(wrong) else []
-        return [number & _MASK for number in sums], [*odd, *finite.odd()]
+        table = (part[0] for part, copied in zip(self._parts, self._copied, strict=True) if not copied)
+        odd = [name for name, each in zip(table, wrong, strict=True) if each] if any(wrong) else []
+        return self._with_copied(sums), [*odd, *finite.odd()]
+
+    def _with_copied(self, sums: Sequence[int]) -> list[int]:
+        """Return the digests of all, given those of the table."""
+        of_table = iter(sums)
+        of_copies = iter(pieces(part for part, copied in zip(self._parts, self._copied, strict=True) if copied))
+        return [next(of_copies) if copied else next(of_table) & _MASK for copied in self._copied]
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -273,6 +288,20 @@ def _again(parts: Sequence[Piece], *, checked: bool, alone: bool) -> Any:
     if any(read.untyped_storage().data_ptr() not in theirs for read in table.held):
         return None
     return digest_triton.Again(table, alone=alone)
+
+
+def _is_scattered(tensor: Tensor) -> bool:
+    """Return whether a row is no run of memory, as in a stack of transposed matrices: it is read from a copy."""
+    return tensor.ndim > 2 and bool(tensor.numel()) and not tensor[0].is_contiguous()
+
+
+def _of_copies(part: Piece) -> int:
+    """Return the digest of a scattered tensor: of some rows after the others, so that no copy is large."""
+    name, tensor, row_start, col_start = part
+    step = max(1, _TOGETHER["cuda"] // tensor[0].nbytes)
+    chunks = ((top, tensor[top : top + step]) for top in range(0, len(tensor), step))
+    found = (_fused([_matrix((name, rows, row_start + top, col_start))], tensor.device)[0] for top, rows in chunks)
+    return sum(found) & _MASK
 
 
 def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Iterator[tuple[str, Tensor, str]]:

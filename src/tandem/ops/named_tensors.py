@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -22,6 +22,26 @@ def live_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
 def whereabouts(tensor: Tensor) -> str:
     """Return the address, shape, strides and type of a tensor as text."""
     return f"{tensor.data_ptr():x} {list(tensor.shape)} {list(tensor.stride())} {tensor.dtype}"
+
+
+def views_of_others(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
+    """Return which of these tensors lie within another that is contiguous and larger: the other's name, and how many
+    elements behind its start they begin."""
+    by_storage: defaultdict[int, list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        by_storage[tensor.untyped_storage().data_ptr()].append(name)
+    found: dict[str, tuple[str, int]] = {}
+    for names in by_storage.values():
+        largest = max(names, key=lambda name: tensors[name].numel())
+        whole = tensors[largest]
+        for name in names:
+            view = tensors[name]
+            offset = int(view.storage_offset() - whole.storage_offset())
+            reach = sum((length - 1) * step for length, step in zip(view.shape, view.stride(), strict=True)) + 1
+            inside = offset >= 0 and offset + reach <= whole.numel() and view.dtype == whole.dtype
+            if name != largest and view.numel() and whole.is_contiguous() and inside:
+                found[name] = (largest, offset)
+    return found
 
 
 def in_blocks(tensor: Tensor, numbers: int) -> Tensor:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
 ON_ANY_DEVICE = "disk"  # a bridge that every machine can run
-_MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a weight's change in a round; most weights of a tensor that change
+_MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a weight's change in a round; weights of a tensor, up to a row
 
 
 def bench_sync(
@@ -222,7 +222,8 @@ def move_weights(model: BuiltModel, trainer: Trainer) -> None:
     generator = torch.Generator(model.device).manual_seed(trainer.version)
     with torch.no_grad():
         for _, tensor in model.policy.trainable():
-            some = tensor.view(-1)[:_MOVED]
+            rows = torch.atleast_1d(tensor)  # not one flat view: memory that an engine lends may lie transposed
+            some = rows[: max(1, _MOVED * len(rows) // max(1, rows.numel()))]
             some += _MOVE * torch.randn(some.shape, generator=generator, device=some.device, dtype=some.dtype)
 
 

@@ -25,6 +25,7 @@ class _Rules(NamedTuple):
 
 _KNOWN: Mapping[str, _Rules] = {
     "Qwen3VLForConditionalGeneration": _Rules(),
+    "GptOssForCausalLM": _Rules(parts={".attn.": ".self_attn.", ".embedding.": ".embed_tokens."}),
     "MixtralForCausalLM": _Rules(parts={".block_sparse_moe.": ".mlp."}),
     "GraniteMoeHybridForCausalLM": _Rules(parts={".block_sparse_moe.gate.": ".block_sparse_moe.router."}),
     "Lfm2ForCausalLM": _Rules(parts={".short_conv.": ".conv."}),

@@ -10,6 +10,7 @@ P positions, F frequencies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +21,8 @@ from tandem.errors import SyncError
 from tandem.ops import digest
 
 _NEAR = 1e-6  # relative; two builds of one formula differ in the last bit, two settings of it by far more
+_NONE: Mapping[str, Any] = {}
+_YARN = ("YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding")
 
 
 class Derived(Protocol):
@@ -45,19 +48,29 @@ class Derived(Protocol):
 class Rotary:
     """A rotary table of a model, checked against its frequencies."""
 
-    CLASSES: ClassVar = ("RotaryEmbedding", "Llama3RotaryEmbedding", "MRotaryEmbedding", "Gemma4RotaryEmbedding")
-    """Classes whose table is the cosine and sine of position times frequency, and nothing else."""
+    CLASSES: ClassVar = (
+        "RotaryEmbedding", "Llama3RotaryEmbedding", "MRotaryEmbedding", "Gemma4RotaryEmbedding",
+        *_YARN,
+    )  # fmt: skip
+    """Classes whose table is the cosine and sine of position times frequency, times YaRN's factor, and nothing else."""
 
-    def __init__(self, path: str, layer: Any, name: str, kind: str = "") -> None:
+    def __init__(self, path: str, layer: Any, name: str, kind: str = "", settings: Mapping[str, Any] = _NONE) -> None:
         """`name`: the trainer's, of the module that has the frequencies. `kind`: of the layers that use this table, if
-        other layers use another."""
+        other layers use another. `settings`: of the configuration, for these layers."""
         self._path, self._layer = path, layer
         before = f"{name}.{kind}_" if kind else f"{name}."
         self._names = (f"{before}inv_freq", f"{before}original_inv_freq")
         if type(layer).__name__ == "MRotaryEmbedding" and layer.scaling_factor is not None:
             raise SyncError(f"rotary: '{path}' scales its positions (YaRN) in three axes, in a way not known")
+        is_yarn = type(layer).__name__ in _YARN
+        self._factor: float = layer.mscale if is_yarn else 1.0
+        if is_yarn and not math.isclose(self._factor, trainers := _yarn_factor(settings), rel_tol=_NEAR):
+            raise SyncError(
+                f"rotary: '{path}' multiplies by {self._factor:g}, and a trainer by {trainers:g}: this vLLM does not "
+                "read all of the configuration's rope_parameters"
+            )
         with torch.device("cpu"):  # where a trainer computes its frequencies
-            self.inv_freq: Tensor = layer._compute_inv_freq(layer.base).float()
+            self.inv_freq: Tensor = layer._compute_inv_freq(layer.scaling_factor if is_yarn else layer.base).float()
         self._compare()
         self._digest = self._table_digest()
 
@@ -90,7 +103,7 @@ class Rotary:
     def _table(self) -> Tensor:
         positions_P = torch.arange(self._layer.cos_sin_cache.shape[0], dtype=torch.float32)
         angles_PF = torch.outer(positions_P, self.inv_freq)
-        return torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1)
+        return torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1) * self._factor
 
     def _compare(self) -> None:
         table, ours = self._layer.cos_sin_cache, self._table()
@@ -170,6 +183,17 @@ class Decay:
         decay = -self._log.exp()
         self._digest = digest.piece(decay, self._path)  # not of the served memory, which is read back later
         self._served.copy_(decay)
+
+
+def _yarn_factor(settings: Mapping[str, Any]) -> float:
+    """Return what a trainer multiplies cosines and sines by: no tensor of it has that number."""
+    if (told := settings.get("attention_factor")) is not None:
+        return float(told)
+    factor: float = settings.get("factor") or math.nan  # with which nothing agrees
+    above, below = settings.get("mscale"), settings.get("mscale_all_dim")
+    above, below = (above, below) if above and below else (1.0, 0.0)
+    grown = math.log(max(factor, 1.0))
+    return (0.1 * above * grown + 1.0) / (0.1 * below * grown + 1.0)
 
 
 def _near(theirs: Tensor, ours: Tensor) -> bool:

@@ -3,7 +3,8 @@
 vLLM fuses (q, k, v; gate, up), pads (the vocabulary), shards (tensor parallel) and wraps (adapters). Each class of
 layer has a reader here; an unknown class is refused, because a wrong guess would serve wrong weights.
 
-Rows are the first dimension, columns all others together; a vector is one column.
+Rows are the first dimension, columns all others together; a vector is one column. L latent numbers, N heads, P and V
+numbers of a head's key and value.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import SyncError
+from tandem.ops.named_tensors import whereabouts
 from tandem.ops.parts import rows_and_cols
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.derived_tensors import Constant, Decay, Derived, Rotary
@@ -40,6 +42,11 @@ _CONSTANTS = {
 _ONE_WORKER = "layout: '{}': {} cut between {} workers, in a way not known; set engine.tensor_parallel = 1"
 _FUSED = {"Glm4ForCausalLM": ("gate_up_proj",)}
 """Layers that are one tensor in the checkpoint, though vLLM names parts of them."""
+_LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
+"""Models with latent attention (MLA) whose settings unread_settings.py has looked at."""
+_TRANSPOSED_EXPERTS, _BY_TURNS = ("GptOssForCausalLM",), "swigluoai"
+"""Models whose experts have inputs as rows, and gate and up by turns; vLLM's name of what computes with the latter."""
+_ROUTING_BIAS = "e_score_correction_bias"
 _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 """vLLM's kernels for experts that compute with gate and up, and down, in a checkpoint's order."""
 
@@ -76,6 +83,8 @@ class LayoutWalk:
     """What the walk over the modules has found so far."""
 
     names: CheckpointNames
+    model: str = ""
+    """The name of its class."""
     pieces: dict[str, list[TensorPiece]] = field(default_factory=dict[str, list[TensorPiece]])
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     scales: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -90,6 +99,8 @@ class LayoutWalk:
     derived_paths: set[str] = field(default_factory=set[str])
     kinds: Sequence[str] = ()
     """Of the layers, if each kind has a rotary table of its own."""
+    rope_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the model's configuration."""
 
 
 Reader = Callable[[LayoutWalk, str, Any, Mapping[str, list[str]]], None]
@@ -103,12 +114,18 @@ def checkpoints_names(model: Any) -> Mapping[str, list[str]]:
     return {key: [key] if key in fused else list(names) for key, names in told.items()}
 
 
-def kinds_of_layers(model: Any) -> Sequence[str]:
-    """Return the kind of each layer of a model whose kinds have rotary tables of their own; otherwise nothing."""
+def walk_of(model: Any) -> LayoutWalk:
+    """Return a walk over this model that has found nothing yet."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = getattr(config, "layer_types", None) or ()
-    return kinds if set(kinds) & set(getattr(config, "rope_parameters", None) or ()) else ()
+    settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    return LayoutWalk(
+        CheckpointNames(model),
+        type(model).__name__,
+        kinds=kinds if set(kinds) & set(settings) else (),
+        rope_settings=settings,
+    )
 
 
 def reader_of(path: str, module: Any) -> Reader | None:
@@ -196,6 +213,12 @@ def _replicated(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, li
     _column(found, path, _AsOneRank(layer), fused)
 
 
+def _gate(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    _replicated(found, path, layer, fused)
+    if (bias := getattr(layer, _ROUTING_BIAS, None)) is not None:
+        _whole(found, f"{path}.{_ROUTING_BIAS}", f"{path}.{_ROUTING_BIAS}", bias)
+
+
 class _AsOneRank:
     """A replicated layer seen as a column-parallel one of a single rank."""
 
@@ -250,7 +273,8 @@ def _rotary(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[s
     kind = found.kinds[int(number)] if of_layer and found.kinds else ""
     known = found.derived.get(f"{name} {kind}")
     if known is None:
-        found.derived[f"{name} {kind}"] = Rotary(path, layer, name, kind)
+        settings = found.rope_settings.get(kind, {}) if kind else found.rope_settings
+        found.derived[f"{name} {kind}"] = Rotary(path, layer, name, kind, settings)
     elif not isinstance(known, Rotary) or not known.is_of(layer):
         raise SyncError(f"layout: '{path}' is a second rotary embedding; only one for all layers is known")
     found.derived_paths |= {f"{path}.{name}" for name, _ in layer.named_buffers(recurse=False)}
@@ -319,9 +343,50 @@ def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[
     kernels = method.unquantized_backend.name
     if kernels not in _PLAIN_EXPERTS and not computes_with_plain_experts(method):
         raise SyncError(f"layout: '{path}' is served by {kernels}, which reorders weights in a way not known")
+    is_transposed = found.model in _TRANSPOSED_EXPERTS
+    if (layer.activation.value == _BY_TURNS) != is_transposed:
+        raise SyncError(f"layout: '{path}' computes {layer.activation.value}, which is not known of this model")
     name = path.removesuffix(".routed_experts")
-    for theirs, ours in (("w13_weight", "gate_up_proj"), ("w2_weight", "down_proj")):
-        _whole(found, f"{name}.{ours}", f"{path}.{theirs}", getattr(layer, theirs))
+    for number, ours in (("13", "gate_up_proj"), ("2", "down_proj")):
+        param = getattr(layer, f"w{number}_weight")
+        view = param.data.transpose(1, 2) if is_transposed else param.data
+        _add(found, f"{name}.{ours}", f"{path}.w{number}_weight", param, view, 0, 0, tuple(view.shape))
+        if (bias := getattr(layer, f"w{number}_bias", None)) is not None:
+            used = getattr(method.moe_quant_config, f"w{number[0]}_bias", None)
+            _check_used(f"{path}.w{number}_bias", bias, used)
+            _whole(found, f"{name}.{ours}_bias", f"{path}.w{number}_bias", bias)
+    if (bias := getattr(layer, _ROUTING_BIAS, None)) is not None:  # the gate's
+        _whole(found, f"{name}.{_ROUTING_BIAS}", f"{path}.{_ROUTING_BIAS}", bias)
+
+
+def _latent_attention(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    """vLLM also computes with two parts of `kv_b_proj`, as views by head of the same memory."""
+    if found.model not in _LATENT_ATTENTION:
+        raise SyncError(f"layout: '{path}' is latent attention, which is not known of {found.model}")
+    _attention(found, path, layer, fused)
+    weight, name = getattr(layer.kv_b_proj, "base_layer", layer.kv_b_proj).weight, f"{path}.kv_b_proj.weight"
+    sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
+    keys_LNP, values_LNV = weight.data.T.view(layer.kv_lora_rank, layer.num_heads, sum(sizes)).split(sizes, dim=-1)
+    for part, view in (("W_UK_T", keys_LNP.permute(1, 2, 0)), ("W_UV", values_LNV.transpose(0, 1))):
+        _check_used(name, view, getattr(layer, part, None))
+        found.alias_paths.add(f"{path}.{part}")
+
+
+def _sinks(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
+    """Logits that each head adds to its scores, and which its kernel reads."""
+    sinks, heads = layer.sinks, layer.num_attention_heads
+    if len(sinks) != heads:
+        raise SyncError(_ONE_WORKER.format(path, "attention sinks are", heads // len(sinks)))
+    if sinks.dtype not in (torch.bfloat16, torch.float32):  # on a CPU the first request makes the copy
+        raise SyncError(f"layout: '{path}.sinks' is {sinks.dtype}; vLLM may compute with a copy of another type")
+    _check_used(f"{path}.sinks", sinks, getattr(layer.attn.impl, "sinks", None))
+    _whole(found, f"{path}.sinks", f"{path}.sinks", sinks)
+
+
+def _check_used(path: str, param: Tensor, used: Tensor | None) -> None:
+    """Refuse a parameter of which the kernel has another copy: that would stay as it is."""
+    if used is None or whereabouts(used) != whereabouts(param):
+        raise SyncError(f"layout: vLLM's kernel does not compute with '{path}' itself but with a copy of it, if at all")
 
 
 def _nothing(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
@@ -367,7 +432,7 @@ def _check_plain(path: str, layer: Any) -> None:
             f"layout: the convolution '{path}' is packed for this CPU's bfloat16; set precision.weights = 'float32'"
         )
     linear = getattr(layer, "cpu_linear", None)
-    if linear is not None and linear is not plain_linear:
+    if linear not in (None, plain_linear, torch.nn.functional.linear):
         raise SyncError(f"layout: '{path}' computes with a packed copy of its weight, which cannot be read back")
 
 
@@ -383,11 +448,11 @@ def _refuse_unknown(path: str, module: Any) -> None:
 
 _READERS: Mapping[str, Reader] = {
     "QKVParallelLinear": _qkv,
-    "MergedColumnParallelLinear": _merged,
+    **dict.fromkeys(("MergedColumnParallelLinear", "DeepSeekV2FusedQkvAProjLinear"), _merged),
     "ColumnParallelLinear": _column,
     "RowParallelLinear": _row,
     "ReplicatedLinear": _replicated,
-    "GateLinear": _replicated,
+    "GateLinear": _gate,
     "VocabParallelEmbedding": _vocabulary,
     "ParallelLMHead": _vocabulary,
     "Attention": _attention,
@@ -395,7 +460,9 @@ _READERS: Mapping[str, Reader] = {
     "QwenGatedDeltaNetAttention": _delta_net,
     "ShortConv": _short_convolution,
     "FalconH1SSMDecoderLayer": _falcon_scales,
-    "RoutedExperts": _experts,
+    "OAIAttention": _sinks,
+    "MLAAttention": _latent_attention,
+    **dict.fromkeys(("RoutedExperts", "GptOssRoutedExperts"), _experts),
     "UnquantizedFusedMoEMethod": _nothing,
     **dict.fromkeys((*_NORMS, "Conv3dLayer", "Embedding"), _as_it_is),
     **dict.fromkeys(_GEMMAS, _constants),

@@ -26,9 +26,9 @@ from tandem.ops import digest
 from tandem.ops.batched_launches import copy_all
 from tandem.ops.parts import rows_and_cols
 from tandem.types import Part
-from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.derived_tensors import Decay, Derived
-from tandem.vllm_worker.layer_readers import LayoutWalk, TensorPiece, checkpoints_names, kinds_of_layers, reader_of
+from tandem.vllm_worker.layer_readers import LayoutWalk, TensorPiece, checkpoints_names, reader_of, walk_of
+from tandem.vllm_worker.unread_settings import check_settings
 
 _SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
 
@@ -74,8 +74,8 @@ class TensorLayout:
 
 def layout_of(model: Any) -> TensorLayout:
     """Return the layout of `model`. SyncError, with its name, for any part that is unknown."""
-    fused = checkpoints_names(model)
-    found = LayoutWalk(CheckpointNames(model), kinds=kinds_of_layers(model))
+    check_settings(model)
+    fused, found = checkpoints_names(model), walk_of(model)
     for path, module in model.named_modules(remove_duplicate=False):
         if (read := reader_of(path, module)) is not None:
             read(found, path, module, fused)

@@ -8,6 +8,7 @@ does not pack, and nothing changes.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,29 @@ from torch import Tensor
 from tandem.errors import SyncError
 
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
-_ACTIVATIONS = {
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+
+
+def _halves(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return what computes with the gate in the first half of its input, and up in the second."""
+
+    def computed(made: Tensor) -> Tensor:
+        gate, up = made.chunk(2, dim=-1)
+        return act(gate) * up
+
+    return computed
+
+
+def _by_turns(made: Tensor) -> Tensor:
+    """Compute as gpt-oss, with gate and up by turns."""
+    gate, up = made[..., ::2].clamp(max=7.0), made[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": _halves(torch.nn.functional.silu),
+    "gelu": _halves(torch.nn.functional.gelu),
+    "gelu_tanh": _halves(lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    "swigluoai": _by_turns,
 }
 
 
@@ -68,13 +88,14 @@ def plain_experts(
     apply_router_weight_on_input: bool,
     **more: Any,
 ) -> None:
-    """Compute the experts of each token. `w1`: gate and up, by expert; `w2`: down."""
+    """Compute the experts of each token. `w1`: gate and up, by expert; `w2`: down. `self` has their biases, if any."""
+    bias_1, bias_2 = getattr(self, "w1_bias", None), getattr(self, "w2_bias", None)
     if (act := _ACTIVATIONS.get(activation.value)) is None:
         raise SyncError(f"layout: experts with '{activation.value}' are not computed on a CPU; use a GPU")
     shares = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     output.zero_()
     for expert in topk_ids.unique().tolist():
         token, place = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = plain_linear(hidden_states[token], w1[expert], None).chunk(2, dim=-1)
-        made = plain_linear(act(gate) * up, w2[expert], None) * shares[token, place, None]
+        made = act(plain_linear(hidden_states[token], w1[expert], None if bias_1 is None else bias_1[expert]))
+        made = plain_linear(made, w2[expert], None if bias_2 is None else bias_2[expert]) * shares[token, place, None]
         output.index_add_(0, token, made.to(output.dtype))

@@ -27,7 +27,7 @@ from tandem.bridge.shared.receiver import SharedEnd
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.device_names import device_name
-from tandem.ops.named_tensors import whereabouts
+from tandem.ops.named_tensors import views_of_others, whereabouts
 from tandem.ops.phase_timer import Phases
 from tandem.protocols import WeightSource
 from tandem.spec.bridges import traits_of
@@ -353,7 +353,12 @@ class EngineWorker:
     def _move_into(self, source: SharedEnd) -> None:
         """On a CPU: move vLLM's parameters into memory that can be shared."""
         params = dict(self._model.named_parameters())
-        for path, home in source.memory_for(params).items():
+        views = views_of_others(params)
+        homes = source.memory_for({path: param for path, param in params.items() if path not in views})
+        for path, (owner, offset) in views.items():
+            view, home = params[path], homes[owner]
+            view.data = home.as_strided(view.shape, view.stride(), int(home.storage_offset()) + offset)
+        for path, home in homes.items():
             home.copy_(params[path].data)
             params[path].data = home
         self._layout = layout_of(self._model)
