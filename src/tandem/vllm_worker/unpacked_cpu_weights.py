@@ -22,6 +22,9 @@ _ACTIVATIONS = {
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
 }
 
+COPY_OF_PACKED = "_cpu_unpacked_conv_weight"
+"""The attribute in which vLLM keeps a plain copy of a convolution that it has packed."""
+
 
 def keep_weights_plain() -> None:
     from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
