@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tandem.ops import digest
 from tandem.vllm_worker import served_memory, worker
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.served_memory import ServedMemory, TensorLayout, layout_of
+from tandem.vllm_worker.unpacked_cpu_weights import COPY_OF_PACKED
 
 HEADS, STATE, INNER = 4, 3, 6
 
@@ -139,16 +141,16 @@ def test_a_trainer_learns_which_tensors_are_served_in_another_form():
 def test_a_bridge_that_cannot_bring_or_compare_a_decay_is_refused(
     bridge: str, carries: str, said: str, monkeypatch: pytest.MonkeyPatch
 ):
-    made, layout = layered(MambaMixer2())
-    rig: Any = object.__new__(worker.EngineWorker)
-    config = SimpleNamespace(model_config=SimpleNamespace())
-    rig._theirs = SimpleNamespace(device=torch.device("cpu"), vllm_config=config)
-    rig._model, rig._layout, rig._source, rig._adapters = made, layout, None, SimpleNamespace()
-    rig._boot_id, rig._rank, rig._world = "boot", 0, 1
+    made, _ = layered(MambaMixer2())
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
+    theirs = SimpleNamespace(
+        vllm_config=SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace()),
+        device=torch.device("cpu"), rank=0, model_runner=SimpleNamespace(), get_model=lambda: made,
+    )  # fmt: skip
     monkeypatch.setattr(worker, "open_source", lambda link, device: SimpleNamespace(carries=carries))
-    monkeypatch.setattr(worker, "_vllm_version", lambda: "0.32.0")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     with pytest.raises(SyncError, match=said):
-        rig.attach({"mode": bridge})
+        worker.EngineWorker(theirs).attach({"mode": bridge})
 
 
 @pytest.mark.parametrize(("layer", "what"), [(MambaMixer2, "a Mamba layer is"), (ShortConv, "a short convolution is")])
@@ -168,7 +170,7 @@ def test_a_convolution_that_is_computed_from_a_copy_is_refused():
 
 def test_a_convolution_that_is_packed_is_refused():
     layer: Any = MambaMixer2()
-    layer.conv1d._cpu_unpacked_conv_weight = layer.conv1d.weight.data.squeeze(1).clone()
+    setattr(layer.conv1d, COPY_OF_PACKED, layer.conv1d.weight.data.squeeze(1).clone())
     layer.conv1d.weight.data = layer.conv1d.weight.data.clone()
     layer.conv_weights = layer.conv1d.weight.data.squeeze(1)
     with pytest.raises(SyncError, match=r"the convolution 'mamba\.conv1d' is packed for this CPU's bfloat16"):

@@ -21,7 +21,7 @@ from tandem.ops.named_tensors import whereabouts
 from tandem.ops.parts import rows_and_cols
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
 from tandem.vllm_worker.derived_tensors import Constant, Decay, Derived, Rotary
-from tandem.vllm_worker.unpacked_cpu_weights import computes_with_plain_experts, plain_linear
+from tandem.vllm_worker.unpacked_cpu_weights import COPY_OF_PACKED, computes_with_plain_experts, plain_linear
 
 _WRAPPED = ".base_layer"
 _NORMS = (
@@ -427,9 +427,10 @@ def _check_plain(path: str, layer: Any) -> None:
             f"layout: the weight of '{path}' was packed away when it was loaded; start vLLM with Tandem's worker "
             "extension, which keeps weights as they are"
         )
-    if hasattr(layer, "_cpu_unpacked_conv_weight"):
+    if hasattr(layer, COPY_OF_PACKED):
         raise SyncError(
-            f"layout: the convolution '{path}' is packed for this CPU's bfloat16; set precision.weights = 'float32'"
+            f"layout: the convolution '{path}' is packed for this CPU's bfloat16; use a GPU, or float32 "
+            "(precision.weights)"
         )
     linear = getattr(layer, "cpu_linear", None)
     if linear not in (None, plain_linear, torch.nn.functional.linear):

@@ -42,6 +42,9 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "swigluoai": _by_turns,
 }
 
+COPY_OF_PACKED = "_cpu_unpacked_conv_weight"
+"""The attribute in which vLLM keeps a plain copy of a convolution that it has packed."""
+
 
 def keep_weights_plain() -> None:
     from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]

@@ -159,13 +159,13 @@ class EngineWorker:
         if self._world > 1 and source.carries in ("full", "live"):
             reply["boxes"] = self._layout.boxes()
         if source.carries == "adapter":
-            if self._adapters is None:
-                raise SyncError("adapters: vLLM was started without --enable-lora")
             if other_form := self._layout.of_other_form():
                 raise SyncError(
                     f"adapters: '{other_form[0]}' is served in another form than in the checkpoint, so vLLM's base "
                     "cannot be compared with the trainer's; train all weights (no model.lora)"
                 )
+            if self._adapters is None:
+                raise SyncError("adapters: vLLM was started without --enable-lora")
             self._adapters.reuses_tensors = reply["copied"] = source.reuse_buffer()
             # With several workers none holds a whole adapter, so none can compare it where it is served.
             self._verify_adapters = self._world == 1 and source.verify_where_served()
