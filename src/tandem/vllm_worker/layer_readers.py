@@ -42,6 +42,7 @@ _CONSTANTS = {
 _ONE_WORKER = "layout: '{}': {} cut between {} workers, in a way not known; set engine.tensor_parallel = 1"
 _FUSED = {"Glm4ForCausalLM": ("gate_up_proj",)}
 """Layers that are one tensor in the checkpoint, though vLLM names parts of them."""
+_OTHER = "set engine.kind = 'server' for it"
 _LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
 """Models with latent attention (MLA) whose settings unread_settings.py has looked at."""
 _TRANSPOSED_EXPERTS, _BY_TURNS = ("GptOssForCausalLM",), "swigluoai"
@@ -345,7 +346,9 @@ def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[
         raise SyncError(f"layout: '{path}' is served by {kernels}, which reorders weights in a way not known")
     is_transposed = found.model in _TRANSPOSED_EXPERTS
     if (layer.activation.value == _BY_TURNS) != is_transposed:
-        raise SyncError(f"layout: '{path}' computes {layer.activation.value}, which is not known of this model")
+        raise SyncError(
+            f"layout: '{path}' computes {layer.activation.value}, which is not known of this model; {_OTHER}"
+        )
     name = path.removesuffix(".routed_experts")
     for number, ours in (("13", "gate_up_proj"), ("2", "down_proj")):
         param = getattr(layer, f"w{number}_weight")
@@ -362,7 +365,7 @@ def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[
 def _latent_attention(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     """vLLM also computes with two parts of `kv_b_proj`, as views by head of the same memory."""
     if found.model not in _LATENT_ATTENTION:
-        raise SyncError(f"layout: '{path}' is latent attention, which is not known of {found.model}")
+        raise SyncError(f"layout: '{path}' is latent attention, which is not known of {found.model}; {_OTHER}")
     _attention(found, path, layer, fused)
     weight, name = getattr(layer.kv_b_proj, "base_layer", layer.kv_b_proj).weight, f"{path}.kv_b_proj.weight"
     sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
@@ -378,7 +381,9 @@ def _sinks(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[st
     if len(sinks) != heads:
         raise SyncError(_ONE_WORKER.format(path, "attention sinks are", heads // len(sinks)))
     if sinks.dtype not in (torch.bfloat16, torch.float32):  # on a CPU the first request makes the copy
-        raise SyncError(f"layout: '{path}.sinks' is {sinks.dtype}; vLLM may compute with a copy of another type")
+        raise SyncError(
+            f"layout: '{path}.sinks' is {sinks.dtype}; vLLM may compute with a copy; serve bfloat16 or float32"
+        )
     _check_used(f"{path}.sinks", sinks, getattr(layer.attn.impl, "sinks", None))
     _whole(found, f"{path}.sinks", f"{path}.sinks", sinks)
 
@@ -386,7 +391,10 @@ def _sinks(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[st
 def _check_used(path: str, param: Tensor, used: Tensor | None) -> None:
     """Refuse a parameter of which the kernel has another copy: that would stay as it is."""
     if used is None or whereabouts(used) != whereabouts(param):
-        raise SyncError(f"layout: vLLM's kernel does not compute with '{path}' itself but with a copy of it, if at all")
+        raise SyncError(
+            f"layout: vLLM's kernel does not compute with '{path}' itself but with a copy of it, if at all; start vLLM "
+            "with another backend"
+        )
 
 
 def _nothing(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:

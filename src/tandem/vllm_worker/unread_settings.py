@@ -29,7 +29,7 @@ def check_settings(model: Any) -> None:
         if told != value:
             raise SyncError(
                 f"layout: {name} = {told} in the model's config.json; trainer and vLLM compute the same model with "
-                f"{value} alone ({kind})"
+                f"{value} alone ({kind}); set engine.kind = 'server' for this one"
             )
 
 
