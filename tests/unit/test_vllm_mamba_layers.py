@@ -74,6 +74,16 @@ class FalconH1SSMDecoderLayer(nn.Module):
         self.register_buffer("mup_vector", torch.rand(1, 2 * INNER + 2 * STATE + HEADS))
 
 
+class QwenGatedDeltaNetAttention(nn.Module):
+    __module__ = "vllm.gdn"
+
+    def __init__(self, served_in: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.tp_size = 1
+        self.dt_bias = nn.Parameter(torch.randn(HEADS).to(served_in))
+        self.A_log = nn.Parameter(torch.randn(HEADS))
+
+
 def layered(layer: nn.Module) -> tuple[Any, TensorLayout]:
     made = nn.Module()
     made.mamba = layer
@@ -81,7 +91,7 @@ def layered(layer: nn.Module) -> tuple[Any, TensorLayout]:
 
 
 def arriving(layout: TensorLayout) -> dict[str, Tensor]:
-    return {name: torch.randn(shape) for name, (_, shape) in layout.forms().items()}
+    return {name: torch.randn(shape).to(getattr(torch, dtype)) for name, (dtype, shape) in layout.forms().items()}
 
 
 def written(layout: TensorLayout, arrived: dict[str, Tensor]) -> None:
@@ -105,6 +115,32 @@ def test_a_mamba_layer_decays_as_the_version_that_was_written_says(layer: type[n
     assert {name for name, *_ in pieces} == arrived.keys()
     with pytest.raises(SyncError, match=r"'mamba\.A_log' is served as \S+ and was sent as"):
         served_memory.check_served(pieces, {"mamba.A_log": digest.text(1)}, shapes)
+
+
+@pytest.mark.parametrize("layer", [MambaMixer2().bfloat16(), QwenGatedDeltaNetAttention()])
+def test_a_trainer_of_16_bits_sends_16_and_the_engine_keeps_the_decay_in_32(layer: nn.Module):
+    if isinstance(layer, MambaMixer2):
+        layer.A.data = layer.A.data.float()
+        layer.conv_weights = layer.conv1d.weight.data.squeeze(1)
+    made, layout = layered(layer)
+    served, arrived = ServedMemory(layout), arriving(layout)
+    log = arrived["mamba.A_log"]
+    assert log.dtype == torch.bfloat16
+    assert layout.of_other_form() == ["mamba.A_log"]
+    written(layout, arrived)
+    kept, right = (made.mamba.A, -log.float().exp()) if hasattr(layer, "A") else (made.mamba.A_log, log.float())
+    assert kept.dtype == torch.float32
+    assert torch.equal(kept.data, right)
+    shapes = {name: shape for name, (_, shape) in layout.forms().items()}
+    expected = {name: digest.text(digest.piece(tensor, name)) for name, tensor in arrived.items()}
+    served_memory.check_served(served.pieces(), expected, shapes)
+    kept.data[0] *= 1.001
+    with pytest.raises(SyncError, match=r"is not what this engine derived"):
+        served.check_derived()
+
+
+def test_a_delta_net_whose_types_agree_is_served_as_it_is_trained():
+    assert layered(QwenGatedDeltaNetAttention(torch.float32))[1].of_other_form() == []
 
 
 def test_a_decay_that_changes_after_it_was_written_is_seen():

@@ -153,20 +153,21 @@ class Constant:
             self._digest = digest.piece(self._buffer, self._path)
 
 
-class Decay:
-    """The decay of a Mamba layer. A trainer has its logarithm `A_log`; vLLM keeps `-exp(A_log)`."""
+class OtherForm:
+    """A trained tensor that vLLM keeps in another form: a Mamba layer's decay as `-exp(A_log)`; a gated delta net's
+    `A_log` in float32, where the trainer has 16 bits."""
 
-    def __init__(self, path: str, served: Tensor, name: str) -> None:
-        """`name`: the trainer's, of the logarithm."""
+    def __init__(self, path: str, served: Tensor, name: str, dtype: torch.dtype, *, is_decay: bool) -> None:
+        """`name`, `dtype`: the trainer's."""
         if served.dtype != torch.float32:
             raise SyncError(f"layout: '{path}' is kept in {served.dtype}; only float32 is known")
-        self._path, self._served, self._name = path, served, name
-        self._log = served.detach().neg().log()
+        self._path, self._served, self._name, self._is_decay = path, served, name, is_decay
+        self._told = (served.detach().neg().log() if is_decay else served.detach()).to(dtype, copy=True)
         """As it was received. Until then it is rounded, and no trainer's has its digest."""
         self._digest = digest.piece(served, path)
 
     def named(self) -> Mapping[str, Tensor]:
-        return {self._name: self._log}
+        return {self._name: self._told}
 
     def buffers(self) -> Iterator[Tensor]:
         return iter(())  # a parameter
@@ -175,14 +176,17 @@ class Decay:
         return self._path, self._served, lambda: self._digest
 
     def check_received(self, name: str, tensor: Tensor) -> None:
-        if not bool(tensor.detach().float().exp().isfinite().all()):
+        if not bool(self._form(tensor.detach()).isfinite().all()):
             raise SyncError(f"apply: '{name}' is too large: the decay, its exponential, is not finite")
 
     def adopt(self, name: str, tensor: Tensor) -> None:
-        self._log = tensor.detach().to(self._served.device, torch.float32, copy=True)
-        decay = -self._log.exp()
-        self._digest = digest.piece(decay, self._path)  # not of the served memory, which is read back later
-        self._served.copy_(decay)
+        self._told = tensor.detach().to(self._served.device, copy=True)
+        formed = self._form(self._told)
+        self._digest = digest.piece(formed, self._path)  # not of the served memory, which is read back later
+        self._served.copy_(formed)
+
+    def _form(self, told: Tensor) -> Tensor:
+        return -told.float().exp() if self._is_decay else told.float()
 
 
 def _yarn_factor(settings: Mapping[str, Any]) -> float:

@@ -20,7 +20,7 @@ from tandem.errors import SyncError
 from tandem.ops.named_tensors import whereabouts
 from tandem.ops.parts import rows_and_cols
 from tandem.vllm_worker.checkpoint_names import CheckpointNames
-from tandem.vllm_worker.derived_tensors import Constant, Decay, Derived, Rotary
+from tandem.vllm_worker.derived_tensors import Constant, Derived, OtherForm, Rotary
 from tandem.vllm_worker.unpacked_cpu_weights import COPY_OF_PACKED, computes_with_plain_experts, plain_linear
 
 _WRAPPED = ".base_layer"
@@ -304,8 +304,11 @@ def _constant(found: LayoutWalk, path: str, buffer: Tensor, name: str) -> None:
 def _delta_net(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     if layer.tp_size > 1:  # vLLM cuts the rows of q, k and v of the convolution apart
         raise SyncError(_ONE_WORKER.format(path, "a gated delta net is", layer.tp_size))
-    for key in ("A_log", "dt_bias"):
-        _whole(found, f"{path}.{key}", f"{path}.{key}", getattr(layer, key))
+    _whole(found, f"{path}.dt_bias", f"{path}.dt_bias", layer.dt_bias)
+    if layer.A_log.dtype == layer.dt_bias.dtype:
+        _whole(found, f"{path}.A_log", f"{path}.A_log", layer.A_log)
+    else:
+        _other_form(found, f"{path}.A_log", layer.A_log, f"{path}.A_log", layer.dt_bias.dtype, is_decay=False)
 
 
 def _short_convolution(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
@@ -320,13 +323,17 @@ def _mamba(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[st
     for key in ("D", "dt_bias"):
         if (param := getattr(layer, key, None)) is not None:
             _whole(found, f"{path}.{key}", f"{path}.{key}", param)
-    found.derived[f"{path}.A"] = Decay(f"{path}.A", layer.A.data, found.names.original(f"{path}.A_log"))
-    found.held[f"{path}.A"] = layer.A.numel()
+    _other_form(found, f"{path}.A", layer.A, f"{path}.A_log", layer.D.dtype, is_decay=True)
     again = getattr(layer, "conv_weights", None)
     if again is not None:
         if again.data_ptr() != layer.conv1d.weight.data_ptr():
             raise SyncError(f"layout: '{path}' computes with a copy of its convolution, which cannot be written")
         found.derived_paths.add(f"{path}.conv_weights")
+
+
+def _other_form(found: LayoutWalk, path: str, served: Tensor, name: str, dtype: torch.dtype, *, is_decay: bool) -> None:
+    found.derived[path] = OtherForm(path, served.data, found.names.original(name), dtype, is_decay=is_decay)
+    found.held[path] = served.numel()
 
 
 def _falcon_scales(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:

@@ -26,7 +26,7 @@ from tandem.ops import digest
 from tandem.ops.batched_launches import copy_all
 from tandem.ops.parts import rows_and_cols
 from tandem.types import Part
-from tandem.vllm_worker.derived_tensors import Decay, Derived
+from tandem.vllm_worker.derived_tensors import Derived, OtherForm
 from tandem.vllm_worker.layer_readers import LayoutWalk, TensorPiece, checkpoints_names, reader_of, walk_of
 from tandem.vllm_worker.unread_settings import check_settings
 
@@ -47,11 +47,8 @@ class TensorLayout:
 
     def forms(self) -> dict[str, tuple[str, list[int]]]:
         """Return dtype and shape by name of everything that a full version contains."""
-        forms = {
-            name: (str(parts[0].view.dtype).removeprefix("torch."), list(parts[0].full_shape))
-            for name, parts in self.pieces.items()
-        }
-        return forms | {name: ("float32", list(tensor.shape)) for name, tensor in self.tables().items()}
+        forms = {name: (_named(parts[0].view.dtype), list(parts[0].full_shape)) for name, parts in self.pieces.items()}
+        return forms | {name: (_named(tensor.dtype), list(tensor.shape)) for name, tensor in self.tables().items()}
 
     def boxes(self) -> list[tuple[str, int, int, int, int]]:
         """Return name, rows from and to, columns from and to of everything that this worker needs of a full version."""
@@ -64,7 +61,7 @@ class TensorLayout:
 
     def of_other_form(self) -> list[str]:
         """Return the names of tensors that are trained, and served in another form."""
-        return [name for each in self.computed if isinstance(each, Decay) for name in each.named()]
+        return [name for each in self.computed if isinstance(each, OtherForm) for name in each.named()]
 
     def derived(self) -> list[tuple[str, Tensor, Callable[[], int]]]:
         """Return the tensors that are never sent: name, memory, and a function that gives the digest it must have."""
@@ -126,7 +123,7 @@ def check(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> None:
         raise SyncError(f"apply: '{odd[0]}' {side} ({len(odd)} of {len(forms)} names differ); nothing was written")
     for name, (dtype, shape) in forms.items():
         tensor = arrived[name]
-        if (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) != (dtype, shape):
+        if (_named(tensor.dtype), list(tensor.shape)) != (dtype, shape):
             raise SyncError(
                 f"apply: '{name}' arrived as {tensor.dtype} {list(tensor.shape)} and is served as {dtype} {shape}; "
                 "nothing was written"
@@ -152,7 +149,7 @@ def moves_of_parts(layout: TensorLayout, arrived: Sequence[Part]) -> Moves:
     found: dict[tuple[Any, ...], Tensor] = {}
     for name, tensor, row_start, col_start, full_shape in arrived:
         is_served = forms.get(name, ("nothing", []))
-        if (str(tensor.dtype).removeprefix("torch."), list(full_shape)) != (is_served[0], list(is_served[1])):
+        if (_named(tensor.dtype), list(full_shape)) != (is_served[0], list(is_served[1])):
             raise SyncError(
                 f"apply: a box of '{name}' arrived as {tensor.dtype} of {list(full_shape)}, and is served as "
                 f"{is_served[0]} {list(is_served[1])}; nothing was written"
@@ -228,6 +225,10 @@ def check_served(pieces: Iterable[PieceDigest], expected: Mapping[str, str], sha
     for name, number in whole:
         if digest.text(number) != expected[name]:
             raise SyncError(f"apply: '{name}' is served as {digest.text(number)} and was sent as {expected[name]}")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _whole_box(tensor: Tensor) -> tuple[int, int, int, int]:
