@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +32,11 @@ from tandem.types import Batch, Group, Trajectory
 
 ROUNDS = 3
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-LARGE = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8}
+LARGE = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 12, "num_attention_heads": 8}
 DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2},
-             {"layer_types": ["conv", "conv", "full_attention"] * 8}),
+             {"layer_types": ["conv", "conv", "full_attention"] * 4}),
     "Qwen3.5": ("Qwen3_5TextConfig", {"head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
                                       "linear_key_head_dim": 32, "linear_value_head_dim": 32},
                 {"head_dim": 256, **DELTA}),
@@ -82,7 +83,10 @@ def main() -> None:
     given.add_argument("--device", default="cpu")
     given.add_argument("--only", nargs="*", default=list(FAMILIES))
     args = given.parse_args()
-    rows = [row for name in args.only for row in measured(name, args.device)]
+    rows: list[list[str]] = []
+    for row in (row for name in args.only for row in measured(name, args.device)):
+        print(*row, sep=", ", file=sys.stderr, flush=True)
+        rows.append(row)
     note(f"hybrids on {args.device}; forward and backward, {ROUNDS} rounds, medians of a round's ratio")
     table(("model", "work", "a row each, tokens/s", "shared rows", "ratio", "largest gradient gap", "attention"), rows)
 
