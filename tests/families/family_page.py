@@ -73,8 +73,10 @@ number beside it is the largest, in nats a token. On a CPU both compute in float
 random weights leave a larger difference than trained ones do.
 
 Layers are read from vLLM's classes (`vllm_worker/layer_readers.py`); what is not known is refused, and nothing is
-served. Experts and gated delta nets are known for one worker, not for `engine.tensor_parallel` above 1. On a CPU, vLLM
-computes gated delta nets in bfloat16 alone, so its process ends there ("EngineCore encountered an issue"). Empty cells
+served. Experts, gated delta nets, Mamba layers and short convolutions are known for one worker, not for
+`engine.tensor_parallel` above 1. vLLM keeps a Mamba layer's decay as `-exp(A_log)`, and a gated delta net's `A_log` in
+32 bits: such models take versions over `disk`, not over `shared`, and no adapters. On a CPU, vLLM
+computes gated delta nets in bfloat16 alone, and Mamba's first kind not at all; its log says so. Empty cells
 were not measured.
 
 """

@@ -12,6 +12,8 @@ from tandem.ops import packed_attention
 
 _MASKED = ("full_attention", "sliding_attention")
 """Kinds of layers that a mask describes."""
+_RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
+"""Kinds of layers that read their row from its left; a hybrid layer has attention beside that."""
 
 
 def check_attention(config: Any) -> None:
@@ -44,9 +46,10 @@ def computed_alone(config: Any) -> str:
 
 
 def num_recurrent(config: Any) -> int:
-    """Return how many layers read their row from its left."""
-    kinds: list[str] = getattr(config.get_text_config(), "layer_types", None) or []
-    return sum(kind not in _MASKED for kind in kinds)
+    """Return how many layers read their row from its left, of a model whose other layers can all be masked; else 0."""
+    config = config.get_text_config()
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    return sum(kind in _RECURRENT for kind in kinds) if _RECURRENT.issuperset(_beyond_masks(config)) else 0
 
 
 _SHARED = "model: {} has layers of kind shared key-value, which are not supported; use a model without them"

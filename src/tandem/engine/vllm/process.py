@@ -260,7 +260,7 @@ class VllmProcess:
     def refusal(self, what: str, status: int, text: str) -> EngineError:
         """Return the error that says how vLLM answered. Its own faults are in its log, not in its answer."""
         why = self.cause() if status >= _FAULT else ""
-        return EngineError(f"engine: vLLM answers {what} with {status}: {text[:500]}{why}")
+        return EngineError(f"engine: vLLM answers {what} with {status}: {_message(text)[:500]}{why}")
 
     def _report(self) -> str:
         return self._child.exit_report() + self.cause()
@@ -316,6 +316,14 @@ def _plain_segments(environment: Mapping[str, str]) -> dict[str, str]:
                 "%s: expandable_segments is removed: vLLM with engine.sleep = 'free' does not support it", name
             )
     return changed
+
+
+def _message(answer: str) -> str:
+    """Return what vLLM says of an error; the whole answer if it has another form."""
+    try:
+        return str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer
 
 
 def _listens(path: Path) -> bool:
