@@ -31,7 +31,12 @@ def policy(**given: Any) -> CausalPolicy:
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
         num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2,
     )  # fmt: skip
-    return CausalPolicy(AutoModelForCausalLM.from_config(config), byte_tokenizer(), **given)
+    module = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for each in module.parameters():
+            if each.ndim > 1:  # otherwise what one token leaves for the next is as small as rounding
+                each.mul_(8)
+    return CausalPolicy(module, byte_tokenizer(), **given)
 
 
 def alibi() -> CausalPolicy:
@@ -75,7 +80,7 @@ def test_sequences_of_one_row_are_computed_as_single_ones(tree: bool):
     assert model.forward.is_recurrent
     together = micro(rows(), tree=True) if tree else micro(*([row] for row in rows()))
     assert together.segments_BT.max() > 0
-    assert scores(model, together) == pytest.approx(alone(model), abs=1e-5)
+    assert scores(model, together) == pytest.approx(alone(model), abs=1e-4)
 
 
 def test_other_layers_compute_a_prompt_once():
@@ -88,15 +93,26 @@ def test_other_layers_compute_a_prompt_once():
     assert counted == [len(PROMPT) + sum(map(len, ANSWERS))]
 
 
+def num_kept(model: CausalPolicy, given: MicroBatch) -> int:
+    """Return how many numbers are kept for the gradient."""
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: (sizes.append(each.numel()), each)[1], lambda each: each
+    ):
+        model.logprobs(given, 1.0)
+    return sum(sizes)
+
+
 def test_a_layer_that_is_computed_again_for_its_gradient_knows_its_sequences():
     kept, recomputed = policy(), policy(activations="recompute")
     first, second = micro(rows(), tree=True), micro([rows()[0]], [rows()[3]])
+    assert num_kept(recomputed, first) < num_kept(kept, first) / 4
     ours, theirs = (gradients(each, first, second) for each in (recomputed, kept))
     for name in theirs:
         assert torch.equal(ours[name], theirs[name]), name
     single = gradients(kept, *(micro([row]) for row in (*rows(), rows()[0], rows()[3])))
     for name in single:
-        assert (theirs[name] - single[name]).norm() <= 1e-5 * (1 + single[name].norm()), name
+        assert (theirs[name] - single[name]).norm() <= 1e-4 * (1 + single[name].norm()), name
 
 
 def test_a_reference_of_the_same_kind_knows_them_too():
@@ -124,5 +140,5 @@ def test_distances_in_the_row_leave_each_sequence_a_row():
 def test_a_context_without_gradient_is_refused(tmp_path: Path):
     model = policy()
     model.context_grad = False
-    with pytest.raises(SpecError, match=r"lfm2 has layers of kind conv.*does not go with a context without gradient"):
+    with pytest.raises(SpecError, match=r"does not support layers of kind conv; set context_grad = 'full'"):
         model.logprobs(micro(rows(), tree=True), 1.0)

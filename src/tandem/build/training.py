@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tandem.build import optimizers, sight
 from tandem.errors import SpecError
-from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_unmasked
+from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_recurrent, shares_unmasked
 from tandem.protocols import Algorithm, Credit, Environment, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec
@@ -93,9 +93,9 @@ class BuiltModel:
         """Return the rule for when the samples of a group share one copy of their prompt."""
         if self.policy.forward.why_alone:
             return shares_never
-        if self.policy.forward.shares_freely:
-            return shares_unmasked
-        return shares_masked(self.policy.module.config.get_text_config().hidden_size)
+        hidden: int = self.policy.module.config.get_text_config().hidden_size
+        shares = shares_unmasked if self.policy.forward.shares_freely else shares_masked(hidden)
+        return shares_recurrent(shares) if self.policy.forward.is_recurrent else shares
 
     @property
     def num_ids(self) -> int:

@@ -115,11 +115,14 @@ class Child:
         return "\n  ".join([f"{how}; the last lines of {self.log}:", *lines[-_LOG_TAIL_LINES:]])
 
     def output(self, most_bytes: int) -> str:
-        """Return the end of its output."""
-        with self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, end - most_bytes))
-            return file.read().decode("utf-8", "replace")
+        """Return the end of its output; nothing if its file was removed, for this is asked while an error is told."""
+        try:
+            with self.log.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, end - most_bytes))
+                return file.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
 
     @property
     def _program(self) -> str:

@@ -48,7 +48,7 @@ class Forward:
         """`selective`: compiled layers recompute cheap activations. `why_not_compiled`: the caller's reason not to
         compile; empty if there is none."""
         self._num_recurrent = attention_masks.num_recurrent(module.config)
-        self.why_alone = _why_alone(module)
+        self.why_alone = why_alone(module)
         """Why each sequence has a row of its own; empty if sequences can share rows."""
         if self.is_recurrent:
             why_not_compiled = why_not_compiled or "recurrent layers gather their sequences, which is not compiled"
@@ -88,20 +88,20 @@ class Forward:
     def hidden(self, head: Head, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return hidden states, and for each trained token the index of the one that predicts it."""
         if not self.why_masked and head.config.get_text_config()._attn_implementation == packed_attention.NAME:
-            more = _sequences(head.config, micro.packed, micro.segments_BT, is_flat=True)
+            more = _sequences(head.body, micro.packed, micro.segments_BT, is_flat=True)
             hidden_TH = _packed(head.hidden, micro.ids_BT, micro.positions_BT, micro.packed, micro.images, **more)
             return hidden_TH, micro.packed.place_of[micro.source_N]
-        if attention_masks.computed_alone(head.config) and not recurrent_layers.share_rows(head.config):
+        if attention_masks.computed_alone(head.config) and not recurrent_layers.share_rows(head.body):
             return _each_alone(head, micro), micro.packed.place_of[micro.source_N]
-        more = _sequences(head.config, micro.packed, micro.segments_BT, is_flat=False)
+        more = _sequences(head.body, micro.packed, micro.segments_BT, is_flat=False)
         mask, positions_BT = _mask(head.config, micro.segments_BT, micro.parents_BT, micro.positions_BT)
         hidden_BTH = head.hidden(micro.ids_BT, positions_BT, mask, images=micro.images, **more)
         return hidden_BTH.flatten(0, 1), micro.source_N
 
 
-def _sequences(config: Any, packed: PackedRows, segments_BT: Tensor, *, is_flat: bool) -> dict[str, Any]:
+def _sequences(body: Any, packed: PackedRows, segments_BT: Tensor, *, is_flat: bool) -> dict[str, Any]:
     """Return the argument of a forward whose recurrent layers need to know where sequences are."""
-    if not recurrent_layers.share_rows(config) or (not is_flat and bool((segments_BT <= 0).all())):
+    if not recurrent_layers.share_rows(body) or (not is_flat and bool((segments_BT <= 0).all())):
         return {}
     return {"sequences": recurrent_layers.sequences_of(packed, segments_BT.numel(), is_flat=is_flat)}
 
@@ -163,10 +163,12 @@ def _mask(config: Any, segments_BT: Tensor, parents_BT: Tensor, positions_BT: Te
 # --- trials
 
 
-def _why_alone(module: Any) -> str:
+def why_alone(module: Any) -> str:
+    """Return why each sequence needs a row of its own; empty if sequences can share rows. Recurrent layers are engaged
+    for that, if they can be."""
     why, num_recurrent = attention_masks.computed_alone(module.config), attention_masks.num_recurrent(module.config)
-    if not num_recurrent or recurrent_layers.share_rows(module.config):
-        return why if not num_recurrent else ""
+    if not why or not num_recurrent:
+        return why
     why_not = _why_not(lambda: _try_sequences(module, num_recurrent))
     return f"{why} ({why_not})" if why_not else ""
 
@@ -209,12 +211,12 @@ class _Trial:
         return ids.view(2, 16)
 
     def hidden(self, changed: slice | None = None) -> Tensor:
-        more = _sequences(self.config, self.packed, self.segments_BT, is_flat=True)
+        more = _sequences(self.body, self.packed, self.segments_BT, is_flat=True)
         return _packed(self._body, self.ids(changed), self.positions_BT, self.packed, **more)
 
     def masked(self, **more: Any) -> Tensor:
         mask, positions_BT = _mask(self.config, self.segments_BT, self.parents_BT, self.positions_BT)
-        more = more or _sequences(self.config, self.packed, self.segments_BT, is_flat=False)
+        more = more or _sequences(self.body, self.packed, self.segments_BT, is_flat=False)
         return self._body(self.ids(), positions_BT, mask, **more).flatten(0, 1)[self.packed.tokens_T]
 
     def _body(self, ids_BT: Tensor, positions_BT: Tensor, mask: Any, images: None = None, **more: Any) -> Tensor:

@@ -18,7 +18,7 @@ from tandem.model import frozen_context, served_weights
 from tandem.model.activation_memory import Activations
 from tandem.model.activation_memory import Policy as ActivationPolicy
 from tandem.model.export_copy import Deployer, name_ends
-from tandem.model.forward import Forward
+from tandem.model.forward import Forward, why_alone
 from tandem.model.lora import add_lora
 from tandem.model.quantized_base import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
@@ -99,8 +99,11 @@ class CausalPolicy:
             if not self.context_grad:
                 if micro.images is not None:
                     raise SpecError("context_grad = 'none' does not support images; set context_grad = 'full'")
-                if why := attention_masks.computed_alone(self.module.config):
-                    raise SpecError(f"model: {why}; that does not go with a context without gradient")
+                if odd := attention_masks.beyond_masks(self.module.config):
+                    raise SpecError(
+                        f"context_grad = 'none' does not support layers of kind {', '.join(odd)}; set context_grad = "
+                        "'full'"
+                    )
                 return frozen_context.logprobs(self.head, micro, temperature, top_p)
             return self._score(self.head, micro, temperature, top_p)
 
@@ -125,8 +128,8 @@ class CausalPolicy:
                 "algorithm.teacher: distillation does not support models that see images; name a policy and a teacher "
                 "of text"
             )
-        attention_masks.computed_alone(teacher.config)  # refuses what cannot be computed at all
-        if self.forward.shares_freely and not packed_attention.why_not(teacher):
+        alone = why_alone(teacher)  # refuses what cannot be computed at all
+        if not alone and self.forward.shares_freely and not packed_attention.why_not(teacher):
             packed_attention.engage(teacher)
         self._reference = Head(teacher.requires_grad_(False).eval(), len(self.tokenizer))
         self._reference.check(teacher)

@@ -126,11 +126,13 @@ def _has_gguf(config: Path) -> bool:
 def _is_hybrid(config: Path) -> bool:
     """Return whether a model has recurrent layers, which the embedded engine does not serve."""
     try:
-        told = json.loads(config.read_text(encoding="utf-8"))
+        whole = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    masked = {"full_attention", "sliding_attention"}
-    return any(key.startswith("mamba_") for key in told) or not masked.issuperset(told.get("layer_types") or ())
+    told: Mapping[str, Any] = whole.get("text_config") or whole
+    if kinds := told.get("layer_types"):
+        return not {"full_attention", "sliding_attention"}.issuperset(kinds)
+    return any(key.startswith("mamba_") for key in told)
 
 
 def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:

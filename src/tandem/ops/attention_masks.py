@@ -19,7 +19,7 @@ _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 def check_attention(config: Any) -> None:
     """Raise SpecError unless a mask describes the attention, so that the embedded engine can batch sequences."""
     config = config.get_text_config()
-    if odd := _beyond_masks(config):
+    if odd := beyond_masks(config):
         raise SpecError(
             f"model: {config.model_type} has layers of kind {', '.join(odd)}, which the embedded engine cannot batch; "
             "vLLM may (`tandem engine check --model` says so): for a run set engine.kind = 'vllm', to serve it pass "
@@ -39,7 +39,7 @@ def computed_alone(config: Any) -> str:
     config = config.get_text_config()
     if getattr(config, "num_kv_shared_layers", 0):
         raise SpecError(_SHARED.format(config.model_type))
-    odd = _beyond_masks(config)
+    odd = beyond_masks(config)
     return (
         f"{config.model_type} has layers of kind {', '.join(odd)}, so each sequence has a row of its own" if odd else ""
     )
@@ -49,14 +49,15 @@ def num_recurrent(config: Any) -> int:
     """Return how many layers read their row from its left, of a model whose other layers can all be masked; else 0."""
     config = config.get_text_config()
     kinds: list[str] = getattr(config, "layer_types", None) or []
-    return sum(kind in _RECURRENT for kind in kinds) if _RECURRENT.issuperset(_beyond_masks(config)) else 0
+    return sum(kind in _RECURRENT for kind in kinds) if _RECURRENT.issuperset(beyond_masks(config)) else 0
 
 
 _SHARED = "model: {} has layers of kind shared key-value, which are not supported; use a model without them"
 
 
-def _beyond_masks(config: Any) -> list[str]:
+def beyond_masks(config: Any) -> list[str]:
     """Return the kinds of layers that no mask describes."""
+    config = config.get_text_config()
     kinds: list[str] = getattr(config, "layer_types", None) or []
     odd = set(kinds).difference(_MASKED)
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):

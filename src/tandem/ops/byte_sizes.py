@@ -278,6 +278,12 @@ def shares_masked(hidden: int) -> Shares:
     return shares
 
 
+def shares_recurrent(shares: Shares) -> Shares:
+    """Recurrent layers compute every sequence with its prompt: at most four times the positions of other layers, which
+    bounds what a micro-batch keeps for its gradient."""
+    return lambda alone, tree: shares(alone, tree) and sum(alone) <= 4 * tree
+
+
 # --- all of it
 
 GIVEN_BACK_BYTES = 2**27

@@ -1,8 +1,8 @@
 """Layers that read their row from its left, where a row holds several sequences.
 
 A gated delta net, a Mamba layer and a short convolution take no mask, so a second sequence of a row would depend on the
-first one. Here each gets its input gathered anew: a row for each sequence, its prompt before it, padded on the right.
-Its output goes back to where the input was. All other layers compute the shared rows as they are.
+first one. Here each gets its input gathered anew: a row for each sequence, which begins with its prompt and is padded
+on the right. Its output goes back to where the input was. All other layers compute the shared rows as they are.
 
 The classes of transformers are changed for the whole process; without `sequences` they do as before.
 
@@ -41,12 +41,12 @@ class Sequences(NamedTuple):
 _now: ContextVar[Sequences | None] = ContextVar("sequences of the layer that is computed now", default=None)
 _num_gathered: ContextVar[list[int] | None] = ContextVar("number of parts that gathered", default=None)
 _changed: set[type] = set()
-_sharing: set[type] = set()
+_MARK = "_tandem_shares_rows"
 
 
-def share_rows(config: Any) -> bool:
-    """Return whether models of this kind compute rows of several sequences (`engage`)."""
-    return type(config.get_text_config()) in _sharing
+def share_rows(module: Any) -> bool:
+    """Return whether this model, or one that it was copied from, computes rows of several sequences (`engage`)."""
+    return getattr(module.base_model, _MARK, False)
 
 
 def engage(module: Any, num_layers: int, trial: Callable[[], Any]) -> str:
@@ -57,7 +57,8 @@ def engage(module: Any, num_layers: int, trial: Callable[[], Any]) -> str:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for layer in (each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)):
-        parts = [part for name, part in layer.named_children() if name in _NAMES]
+        named = [part for name, part in layer.named_children() if name in _NAMES]
+        parts = [part for part in named if not type(part).__module__.startswith("torch.")]
         _change(type(layer), _with_sequences)
         for part in parts:
             _change(type(part), _gathering)
@@ -69,7 +70,7 @@ def engage(module: Any, num_layers: int, trial: Callable[[], Any]) -> str:
         _num_gathered.reset(before)
     if number[0] != num_layers:
         return f"{number[0]} of its {num_layers} recurrent layers can compute rows of several sequences"
-    _sharing.add(type(module.config.get_text_config()))
+    setattr(module.base_model, _MARK, True)
     return ""
 
 
@@ -77,7 +78,7 @@ def sequences_of(packed: PackedRows, num_positions: int, *, is_flat: bool) -> Se
     """`num_positions`: most of a call, padding included, or one sequence. `is_flat`: the forward gets the packed tokens
     as one row, not the micro-batch's own rows."""
     begins, begins_k, _, _, keys_K = packed.spans
-    own, whole = begins.diff().tolist(), begins_k.diff().tolist()
+    own, whole = begins.diff().tolist(), begins_k.diff().tolist()  # tokens of each sequence; and with its prompt
     among_K = torch.arange(len(packed.tokens_T), device=begins.device) if keys_K is None else keys_K
     positions = (among_K if is_flat else packed.tokens_T[among_K]).split(whole)
     calls: list[Tensor] = []
@@ -106,6 +107,8 @@ def _computing(sequences: Sequences | None) -> Iterator[None]:
 def _change(kind: Any, how: Callable[[Any], Any]) -> None:
     if kind not in _changed:
         kind.forward = how(kind.forward)
+        if hasattr(kind, "gradient_checkpointing"):  # transformers recomputes a layer only by its outermost wrapper
+            kind.__init_subclass__()
         _changed.add(kind)
 
 

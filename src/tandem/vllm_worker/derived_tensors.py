@@ -1,8 +1,8 @@
 """The tensors that vLLM computes itself and a trainer has, too: rotary tables, and constants of the configuration.
 
 vLLM keeps cosines and sines by position, a trainer the frequencies that they come from. A version brings the trainer's;
-they must be this engine's own. Otherwise both would compute different models with the same weights. What a trainer has
-not as a tensor is watched alone: it must stay as it was. The decay of a Mamba layer is trained, and served in another
+they must be this engine's own. Otherwise both would compute different models with the same weights. A tensor that
+the trainer does not have is only checked for changes. The decay of a Mamba layer is trained, and served in another
 form.
 
 P positions, F frequencies.
@@ -161,6 +161,8 @@ class OtherForm:
         """`name`, `dtype`: the trainer's."""
         if served.dtype != torch.float32:
             raise SyncError(f"layout: '{path}' is kept in {served.dtype}; only float32 is known")
+        if is_decay and not bool((served < 0).all()):
+            raise SyncError(f"layout: '{path}' is not a negative decay: vLLM keeps it in a form that is not known")
         self._path, self._served, self._name, self._is_decay = path, served, name, is_decay
         self._told = (served.detach().neg().log() if is_decay else served.detach()).to(dtype, copy=True)
         """As it was received. Until then it is rounded, and no trainer's has its digest."""
@@ -177,7 +179,8 @@ class OtherForm:
 
     def check_received(self, name: str, tensor: Tensor) -> None:
         if not bool(self._form(tensor.detach()).isfinite().all()):
-            raise SyncError(f"apply: '{name}' is too large: the decay, its exponential, is not finite")
+            what = "is too large or no number: the decay, its exponential," if self._is_decay else "has a value that"
+            raise SyncError(f"apply: '{name}' {what} is not finite")
 
     def adopt(self, name: str, tensor: Tensor) -> None:
         self._told = tensor.detach().to(self._served.device, copy=True)

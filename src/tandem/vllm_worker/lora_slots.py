@@ -282,6 +282,8 @@ def _slices(
         if not isinstance(getattr(layer, "lora_a_stacked", None), tuple):
             continue  # skip embeddings and the head: a model may share their weights
         prefix, _, last = path.rpartition(".")
+        if last == "kv_b_proj":
+            continue  # latent attention decodes with views of the base's weight, without its adapter
         owners = [names.original(f"{prefix}.{name}") for name in fused.get(last, [last])]
         if len(owners) != len(layer.lora_a_stacked):
             continue

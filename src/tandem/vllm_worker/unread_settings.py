@@ -24,7 +24,11 @@ def check_settings(model: Any) -> None:
     needed = _NEEDED[kind](model.config) if kind in _NEEDED else {}
     for name, (value, default) in needed.items():
         of_rotary = name.startswith(_ROTARY)
-        told = model.config.rope_parameters.get(name.removeprefix(_ROTARY)) if of_rotary else None
+        told = (
+            (getattr(model.config, "rope_parameters", None) or {}).get(name.removeprefix(_ROTARY))
+            if of_rotary
+            else None
+        )
         told = told if of_rotary else getattr(model.config, name, default)
         if told != value:
             raise SyncError(

@@ -1,4 +1,4 @@
-"""Find in vLLM's log why it ended. Its answers name only the process that noticed, and so do the log's last lines."""
+"""Find in vLLM's log why it ended. Its answers and the log's last lines name the process that noticed it."""
 
 from __future__ import annotations
 
