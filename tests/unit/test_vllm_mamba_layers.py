@@ -183,10 +183,13 @@ def test_a_bridge_that_cannot_bring_or_compare_a_decay_is_refused(
         vllm_config=SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace()),
         device=torch.device("cpu"), rank=0, model_runner=SimpleNamespace(), get_model=lambda: made,
     )  # fmt: skip
-    monkeypatch.setattr(worker, "open_source", lambda link, device: SimpleNamespace(carries=carries))
+    closed: list[str] = []
+    source = SimpleNamespace(carries=carries, close=lambda: closed.append(bridge))
+    monkeypatch.setattr(worker, "open_source", lambda link, device: source)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     with pytest.raises(SyncError, match=said):
         worker.EngineWorker(theirs).attach({"mode": bridge})
+    assert closed == [bridge]
 
 
 @pytest.mark.parametrize(("layer", "what"), [(MambaMixer2, "a Mamba layer is"), (ShortConv, "a short convolution is")])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
 ON_ANY_DEVICE = "disk"  # a bridge that every machine can run
-_MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a weight's change in a round; weights of a tensor, up to a row
+_MOVE, _MOVED = 1e-3, 2**20  # standard deviation of a weight's change; about so many of a tensor change
 
 
 def bench_sync(

@@ -42,9 +42,9 @@ _CONSTANTS = {
 _ONE_WORKER = "layout: '{}': {} cut between {} workers, in a way not known; set engine.tensor_parallel = 1"
 _FUSED = {"Glm4ForCausalLM": ("gate_up_proj",)}
 """Layers that are one tensor in the checkpoint, though vLLM names parts of them."""
-_OTHER = "set engine.kind = 'server' for it"
+_USE_SERVER = "set engine.kind = 'server' for it"
 _LATENT_ATTENTION = ("DeepseekV3ForCausalLM",)
-"""Models with latent attention (MLA) whose settings unread_settings.py has looked at."""
+"""Models with latent attention (MLA) whose settings fixed_settings.py has looked at."""
 _TRANSPOSED_EXPERTS, _BY_TURNS = ("GptOssForCausalLM",), "swigluoai"
 """Models whose experts have inputs as rows, and gate and up by turns; vLLM's name of what computes with the latter."""
 _ROUTING_BIAS = "e_score_correction_bias"
@@ -354,7 +354,7 @@ def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[
     is_transposed = found.model in _TRANSPOSED_EXPERTS
     if (layer.activation.value == _BY_TURNS) != is_transposed:
         raise SyncError(
-            f"layout: '{path}' computes {layer.activation.value}, which is not known of this model; {_OTHER}"
+            f"layout: '{path}' computes {layer.activation.value}, which is not known of this model; {_USE_SERVER}"
         )
     name = path.removesuffix(".routed_experts")
     for number, ours in (("13", "gate_up_proj"), ("2", "down_proj")):
@@ -372,7 +372,7 @@ def _experts(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[
 def _latent_attention(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]]) -> None:
     """vLLM also computes with two parts of `kv_b_proj`, as views by head of the same memory."""
     if found.model not in _LATENT_ATTENTION:
-        raise SyncError(f"layout: '{path}' is latent attention, which is not known of {found.model}; {_OTHER}")
+        raise SyncError(f"layout: '{path}' is latent attention, which is not known of {found.model}; {_USE_SERVER}")
     _attention(found, path, layer, fused)
     weight, name = getattr(layer.kv_b_proj, "base_layer", layer.kv_b_proj).weight, f"{path}.kv_b_proj.weight"
     sizes = [layer.qk_nope_head_dim, layer.v_head_dim]
@@ -400,7 +400,7 @@ def _check_used(path: str, param: Tensor, used: Tensor | None) -> None:
     if used is None or whereabouts(used) != whereabouts(param):
         raise SyncError(
             f"layout: vLLM's kernel does not compute with '{path}' itself but with a copy of it, if at all; start vLLM "
-            "with another backend"
+            "with another backend, or on a GPU"
         )
 
 

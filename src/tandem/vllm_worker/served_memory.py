@@ -27,8 +27,8 @@ from tandem.ops.batched_launches import copy_all
 from tandem.ops.parts import rows_and_cols
 from tandem.types import Part
 from tandem.vllm_worker.derived_tensors import Derived, OtherForm
+from tandem.vllm_worker.fixed_settings import check_settings
 from tandem.vllm_worker.layer_readers import LayoutWalk, TensorPiece, checkpoints_names, reader_of, walk_of
-from tandem.vllm_worker.unread_settings import check_settings
 
 _SCALES = ("_k_scale", "_v_scale", "_q_scale", "_prob_scale")
 

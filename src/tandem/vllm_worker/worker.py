@@ -141,6 +141,15 @@ class EngineWorker:
             self._source.close()
         self._source = self._incoming = None
         source = open_source(link, self._theirs.device)
+        try:
+            reply = self._attached(source, link)
+        except SyncError:
+            source.close()
+            raise
+        self._source = source
+        return reply
+
+    def _attached(self, source: EngineEnd, link: Mapping[str, Any]) -> Answer:
         traits = traits_of(link)
         handles = self._share_weights(source) if traits is not None and traits.shares_memory else {}
         reply: Answer = {
@@ -173,7 +182,6 @@ class EngineWorker:
             reply["pieces"] = self._served.pieces()  # of the base model of the adapters
             if link.get("base_wanted"):
                 reply["base_memory"] = self._exported_base()
-        self._source = source
         return reply
 
     def stage(self, version: int, patience_s: float) -> Answer:

@@ -1,7 +1,7 @@
-"""Refuse a model with settings by which vLLM's class and a trainer's compute otherwise.
+"""Refuse a model with settings by which vLLM and a trainer would compute differently.
 
-vLLM's class has a fixed value where a trainer reads config.json, or the other way around. No weight shows it, so a
-version with the right bytes would be another model.
+One of them has a fixed value where the other reads config.json. No weight shows it, so a version with the right bytes
+would be another model.
 """
 
 from __future__ import annotations
