@@ -40,8 +40,8 @@ class Source:
 class Engine:
     """One layer, two slots, and one worker whose slots they are."""
 
-    def __init__(self, *, verify_adapters: bool = True, held: int = ROWS) -> None:
-        """`held`: rows of the layer that this worker has, the first ones."""
+    def __init__(self, *, verify_adapters: bool = True, held: int = ROWS, name: str = "layer.q") -> None:
+        """`held`: rows of the layer that this worker has, the first ones. `name`: of the layer."""
         layer = SimpleNamespace(
             lora_a_stacked=(torch.zeros(2, 1, MOST, COLS),), lora_b_stacked=(torch.zeros(2, 1, held, MOST),)
         )
@@ -51,14 +51,13 @@ class Engine:
             lora_config=SimpleNamespace(
                 fully_sharded_loras=False, max_loras=2, max_lora_rank=MOST, lora_dtype=torch.float32
             ),
-            _adapter_manager=SimpleNamespace(modules={"layer.q": layer}, lora_index_to_id=self.in_slots),
+            _adapter_manager=SimpleNamespace(modules={name: layer}, lora_index_to_id=self.in_slots),
             _load_adapter=None,
             remove_adapter=self._remove,
         )
-        piece = TensorPiece("layer.q.weight", "layer.q.weight", torch.zeros(held, COLS), 0, 0, (ROWS, COLS))
-        self.slots = LoraSlots(
-            self.manager, TensorLayout({"layer.q.weight": [piece]}, {}, (), {}), {}, CheckpointNames(None)
-        )
+        weight = f"{name}.weight"
+        piece = TensorPiece(weight, weight, torch.zeros(held, COLS), 0, 0, (ROWS, COLS))
+        self.slots = LoraSlots(self.manager, TensorLayout({weight: [piece]}, {}, (), {}), {}, CheckpointNames(None))
         self.slots.reuses_tensors = True
         self.source = Source()
         self.worker: Any = object.__new__(EngineWorker)
@@ -105,6 +104,13 @@ def test_a_new_adapter_that_is_not_what_was_sent_is_refused_before_vllm_is_asked
     assert engine.slots.names() == []
     answer = engine.load(tensors, expected)
     assert engine.slots.names() == [answer["adapter"]]
+
+
+def test_a_layer_that_vllm_also_reads_without_its_adapter_takes_none() -> None:
+    engine = Engine(name="layer.kv_b_proj")  # latent attention decodes with views of its weight
+    tensors = {name.replace(".q.", ".kv_b_proj."): tensor for name, tensor in an_adapter(1)[0].items()}
+    with pytest.raises(SyncError, match=r"'layer\.kv_b_proj' is no layer that this engine can adapt; name others in"):
+        engine.load(tensors, fingerprints(tensors))
 
 
 def test_a_byte_that_changed_after_it_was_sent_is_found_in_the_slot_and_what_is_served_stays() -> None:
