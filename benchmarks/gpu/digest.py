@@ -53,7 +53,7 @@ def tensors_of(shape: str) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, str]:
-    return {name: digest.text(digest._sum(digest._matrix((name, each, 0, 0)))) for name, each in tensors.items()}
+    return {name: digest.text(digest.sum_of(digest.as_matrix((name, each, 0, 0)))) for name, each in tensors.items()}
 
 
 def oddities() -> dict[str, bool]:

@@ -51,8 +51,8 @@ def parts_of(dtype: torch.dtype) -> list[digest.Piece]:
 def test_the_kernel_gives_the_numbers_of_plain_torch(dtype: torch.dtype) -> None:
     parts = parts_of(dtype)
     plain = [digest.piece(tensor.cpu(), name, row, col) for name, tensor, row, col in parts]
-    assert digest._fused([digest._matrix(part) for part in parts], parts[0][1].device) == plain
-    assert digest._fused([digest._for_kernel(part) for part in parts], parts[0][1].device) == plain
+    assert digest._fused([digest.as_matrix(part) for part in parts], parts[0][1].device) == plain
+    assert digest._fused([digest.for_kernel(part) for part in parts], parts[0][1].device) == plain
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e5m2])
@@ -62,7 +62,7 @@ def test_the_kernel_sees_what_is_no_number(dtype: torch.dtype, odd: float) -> No
 
     tensors = [torch.randn(70, 33).to(dtype).to(DEVICE) for _ in range(3)]
     tensors[1][69, 31] = odd
-    matrices = [digest._for_kernel((str(n), tensor, 0, 0)) for n, tensor in enumerate(tensors)]
+    matrices = [digest.for_kernel((str(n), tensor, 0, 0)) for n, tensor in enumerate(tensors)]
     table = digest_triton.Table(matrices, tensors[0].device, [digest._FIRST_ODD[dtype]] * 3)
     assert table.launch()[1].tolist() == [0, 1, 0]
 
@@ -79,7 +79,7 @@ def test_types_and_devices_in_one_call_are_told_apart() -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("checked", [False, True])
 def test_stacks_of_turned_matrices_leave_the_others_their_table(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(digest._TOGETHER, "cuda", 3 * 40 * 24 * 2)
+    monkeypatch.setitem(digest.TOGETHER, "cuda", 3 * 40 * 24 * 2)
     stack = torch.randn(8, 24, 40, device=DEVICE).bfloat16()
     parts = [("a", torch.randn(70, 33, device=DEVICE), 0, 0), ("stack", stack.transpose(1, 2), 0, 0)]
     parts.append(("b", torch.randn(64, device=DEVICE).bfloat16(), 0, 0))

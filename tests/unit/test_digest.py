@@ -82,14 +82,14 @@ def test_a_scattered_tensor_is_copied_some_rows_at_a_time(monkeypatch: pytest.Mo
 
     def plain(matrices: Sequence[DigestMatrix], device: torch.device) -> list[int]:
         copied.extend(matrix.integers_RC.numel() for matrix in matrices)
-        return [digest._sum(matrix) for matrix in matrices]
+        return [digest.sum_of(matrix) for matrix in matrices]
 
     monkeypatch.setattr(digest, "_fused", plain)
-    monkeypatch.setitem(digest._TOGETHER, "cuda", 100)
+    monkeypatch.setitem(digest.TOGETHER, "cuda", 100)
     stack = random("float32", 7, 3, 4).transpose(1, 2)
-    assert digest._of_copies(("stack", stack, 5, 2)) == slow("stack", stack, 5, 2)
+    assert digest.of_copies(("stack", stack, 5, 2)) == slow("stack", stack, 5, 2)
     assert copied == [24, 24, 24, 12]
-    assert [digest._is_scattered(each) for each in (stack, stack.contiguous(), stack[0], stack[:0])] == [
+    assert [digest.is_scattered(each) for each in (stack, stack.contiguous(), stack[0], stack[:0])] == [
         True, False, False, False,
     ]  # fmt: skip
 

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _MASK = 2**64 - 1
 _TEXT = "016x"
 _CHUNK = {"cpu": 2**17}  # elements widened to 64 bits at a time: on a CPU they should stay in its cache
-_TOGETHER = {"cuda": 2**29}  # bytes of tensors that may exist only for their digest
+TOGETHER = {"cuda": 2**29}  # bytes of tensors that may exist only for their digest
 _FIRST_ODD = {
     torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000, torch.float8_e5m2: 0x7C,
     torch.float8_e4m3fn: 0x7F,
@@ -64,12 +64,12 @@ def pieces(parts: Iterable[Piece]) -> list[int]:
     on_gpu: defaultdict[torch.device, dict[int, DigestMatrix | Plain]] = defaultdict(dict)
     for index, part in enumerate(parts):
         tensor = part[1]
-        if tensor.numel() and tensor.is_cuda and _is_scattered(tensor) and not why_not_fused():
-            numbers[index] = _of_copies(part)
+        if tensor.numel() and tensor.is_cuda and is_scattered(tensor) and not why_not_fused():
+            numbers[index] = of_copies(part)
         elif tensor.numel() and tensor.is_cuda and not why_not_fused():
-            on_gpu[tensor.device][index] = _for_kernel(part)
+            on_gpu[tensor.device][index] = for_kernel(part)
         elif tensor.numel():
-            numbers[index] = _sum(_matrix(part))
+            numbers[index] = sum_of(as_matrix(part))
     for device, matrices in on_gpu.items():
         for index, number in zip(matrices, _fused(list(matrices.values()), device), strict=True):
             numbers[index] = number
@@ -136,7 +136,7 @@ class RepeatedDigest:
         self._parts = list(parts)
         self._checked = checked
         self._again: Any = None
-        self._copied = [_is_scattered(part[1]) for part in self._parts]
+        self._copied = [is_scattered(part[1]) for part in self._parts]
         table = [part for part, copied in zip(self._parts, self._copied, strict=True) if not copied]
         on_gpu = bool(table) and all(part[1].is_cuda and part[1].numel() for part in self._parts)
         if on_gpu and len({part[1].device for part in self._parts}) == 1 and not why_not_fused():
@@ -197,7 +197,7 @@ def fingerprinted(
     for name, tensor in tensors:
         held.append((name, tensor))
         held_bytes += tensor.nbytes
-        if held_bytes >= _TOGETHER.get(tensor.device.type, 0):
+        if held_bytes >= TOGETHER.get(tensor.device.type, 0):
             yield from _with_text(held, phases)
             held, held_bytes = [], 0
     yield from _with_text(held, phases)
@@ -224,7 +224,7 @@ def all_at_once(
             found[name] = text(piece(tensor, name))
             finite.add(name, tensor)
             continue
-        if held and (tensor.device != held[0][1].device or held_bytes >= _TOGETHER["cuda"]):
+        if held and (tensor.device != held[0][1].device or held_bytes >= TOGETHER["cuda"]):
             launch()
             held_bytes = 0
         found[name] = ""
@@ -254,10 +254,10 @@ def fused(device: torch.device) -> dict[str, Any]:
 @cache
 def why_not_fused() -> str:
     """Return why digests on a GPU cannot use the fused kernel; empty if they can."""
-    probe = _matrix(("probe", torch.arange(-8, 8, dtype=torch.int16, device="cuda").view(2, 8), 5, 7))
+    probe = as_matrix(("probe", torch.arange(-8, 8, dtype=torch.int16, device="cuda").view(2, 8), 5, 7))
     try:
         why_not = (
-            "" if _fused([probe], probe.integers_RC.device) == [_sum(probe)] else "the kernel's numbers are others"
+            "" if _fused([probe], probe.integers_RC.device) == [sum_of(probe)] else "the kernel's numbers are others"
         )
     except Exception as error:  # noqa: BLE001 - a compiler runs here, and may lack its tools or a place for its files
         why_not = f"{type(error).__name__}: {error}"
@@ -277,7 +277,7 @@ def _table_of(parts: Sequence[Piece], *, checked: bool) -> Any:
     from tandem.ops import digest_triton  # triton exists where a GPU is
 
     limits = [_FIRST_ODD.get(tensor.dtype, digest_triton.NO_LIMIT) for _, tensor, *_ in parts] if checked else None
-    return digest_triton.Table([_for_kernel(part) for part in parts], parts[0][1].device, limits)
+    return digest_triton.Table([for_kernel(part) for part in parts], parts[0][1].device, limits)
 
 
 def _again(parts: Sequence[Piece], *, checked: bool, alone: bool) -> Any:
@@ -290,17 +290,17 @@ def _again(parts: Sequence[Piece], *, checked: bool, alone: bool) -> Any:
     return digest_triton.Again(table, alone=alone)
 
 
-def _is_scattered(tensor: Tensor) -> bool:
+def is_scattered(tensor: Tensor) -> bool:
     """Return whether a row is no run of memory, as in a stack of transposed matrices: it is read from a copy."""
     return tensor.ndim > 2 and bool(tensor.numel()) and not tensor[0].is_contiguous()
 
 
-def _of_copies(part: Piece) -> int:
+def of_copies(part: Piece) -> int:
     """Return the digest of a scattered tensor: of some rows after the others, so that no copy is large."""
     name, tensor, row_start, col_start = part
-    step = max(1, _TOGETHER["cuda"] // tensor[0].nbytes)
+    step = max(1, TOGETHER["cuda"] // tensor[0].nbytes)
     chunks = ((top, tensor[top : top + step]) for top in range(0, len(tensor), step))
-    found = (_fused([_matrix((name, rows, row_start + top, col_start))], tensor.device)[0] for top, rows in chunks)
+    found = (_fused([as_matrix((name, rows, row_start + top, col_start))], tensor.device)[0] for top, rows in chunks)
     return sum(found) & _MASK
 
 
@@ -314,7 +314,7 @@ def _with_text(held: Sequence[tuple[str, Tensor]], phases: Phases | None) -> Ite
     return ((name, tensor, text(number)) for (name, tensor), number in zip(held, numbers, strict=True))
 
 
-def _matrix(part: Piece) -> DigestMatrix:
+def as_matrix(part: Piece) -> DigestMatrix:
     name, tensor, row_start, col_start = part
     values_RC = tensor.detach().reshape(tensor.shape[0] if tensor.ndim else 1, -1)
     if values_RC.element_size() == 8:
@@ -325,25 +325,25 @@ def _matrix(part: Piece) -> DigestMatrix:
     return DigestMatrix(values_RC.view(_AS_INTEGER[values_RC.element_size()]), ~seed, seed, row_start, col_start)
 
 
-def _for_kernel(part: Piece) -> DigestMatrix | Plain:
+def for_kernel(part: Piece) -> DigestMatrix | Plain:
     """Describe a tensor without creating views, which for hundreds of tensors takes longer than reading the bytes."""
     name, tensor, row_start, col_start = part
     width, shape, seed = tensor.element_size(), tensor.shape, _seed_of(name)
     if width not in _AS_INTEGER or not shape:
-        return _matrix(part)
+        return as_matrix(part)
     if len(shape) == 1:
         if tensor.stride(0) != 1:
-            return _matrix(part)
+            return as_matrix(part)
         return Plain(tensor.data_ptr(), width, 1, shape[0], 0, seed, ~seed, col_start, row_start)  # turned: one row
     if len(shape) == 2 and tensor.stride() == (1, pitch := tensor.stride(1)) and pitch > 1 and shape[0] > 1:
         return Plain(tensor.data_ptr(), width, shape[1], shape[0], pitch, seed, ~seed, col_start, row_start)  # turned
     if tensor.is_contiguous() or (len(shape) == 2 and tensor.stride(1) == 1):
         pitch = tensor.stride(0)
     else:
-        return _matrix(part)
+        return as_matrix(part)
     rows, cols = shape[0], tensor.numel() // shape[0]
     if cols == 1:
-        return _matrix(part)
+        return as_matrix(part)
     pitch = pitch if rows > 1 else 0
     return Plain(tensor.data_ptr(), width, rows, cols, pitch, ~seed, seed, row_start, col_start)
 
@@ -358,7 +358,7 @@ def _unsigned(integers: Tensor) -> Tensor:
     return integers.view(_WITHOUT_SIGN[integers.element_size()]).to(torch.int64)
 
 
-def _sum(matrix: DigestMatrix) -> int:
+def sum_of(matrix: DigestMatrix) -> int:
     """Compute a digest in plain torch: used on a CPU, and as the reference of the kernel."""
     integers_RC = matrix.integers_RC
     num_rows, num_cols = integers_RC.shape

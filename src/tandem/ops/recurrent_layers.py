@@ -1,7 +1,7 @@
 """Layers that read their row from its left, where a row holds several sequences.
 
 A gated delta net, a Mamba layer and a short convolution take no mask, so a second sequence of a row would depend on the
-first one. Here each gets its input gathered anew: a row for each sequence, which begins with its prompt and is padded
+first one. Here each gets its input gathered again: a row for each sequence, which begins with its prompt and is padded
 on the right. Its output goes back to where the input was. All other layers compute the shared rows as they are.
 
 The classes of transformers are changed for the whole process; without `sequences` they do as before.
