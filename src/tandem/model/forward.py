@@ -21,7 +21,6 @@ from torch._functorch import config as functorch
 
 from tandem.ops import attention_masks, packed_attention, recurrent_layers
 from tandem.ops.lm_head import Head
-from tandem.ops.row_packing import micro_batches
 from tandem.types import ImageRows, MicroBatch, PackedRows
 
 _log = logging.getLogger(__name__)
@@ -113,19 +112,13 @@ def _each_alone(head: Head, micro: MicroBatch) -> Tensor:
     A branch of a prompt is computed with its prompt, and so is the prompt itself. Sequences of similar lengths share a
     call, which has no more positions than the micro-batch or the longest sequence, and little padding.
     """
-    (begins, begins_k, _, _, keys_K), tokens_T = micro.packed.spans, micro.packed.tokens_T
-    ids_K = micro.ids_BT.flatten()[tokens_T if keys_K is None else tokens_T[keys_K]]
-    own, whole = begins.diff().tolist(), begins_k.diff().tolist()
-    ids = ids_K.split(whole)
-    found: list[Tensor] = [ids_K] * len(own)
-    for now in micro_batches(whole, micro.ids_BT.numel(), recurrent_layers.PADDING):
-        width = whole[now[0]]
-        ids_ST = torch.nn.utils.rnn.pad_sequence([ids[each] for each in now], batch_first=True)
-        positions_ST = torch.arange(width, device=ids_ST.device).expand_as(ids_ST)
-        hidden_STH = head.hidden(ids_ST, positions_ST, None)
-        for row_TH, each in zip(hidden_STH, now, strict=True):
-            found[each] = row_TH[whole[each] - own[each] : whole[each]]
-    return torch.cat(found)
+    sequences = recurrent_layers.sequences_of(micro.packed, micro.ids_BT.numel(), is_flat=True)
+    ids_T = micro.ids_BT.flatten()[micro.packed.tokens_T]
+    found: list[Tensor] = []
+    for places_SW in sequences.calls:
+        positions_SW = torch.arange(places_SW.shape[1], device=ids_T.device).expand_as(places_SW)
+        found.append(head.hidden(ids_T[places_SW], positions_SW, None).flatten(0, 1))
+    return torch.cat(found)[sequences.places_P]
 
 
 def _packed(

@@ -23,7 +23,7 @@ from torch import Tensor
 from tandem.ops.row_packing import micro_batches
 from tandem.types import PackedRows
 
-PADDING = 256
+_PADDING = 256
 """Most positions of padding in a call of sequences that have a row each; one more call costs about as much."""
 _NAMES = ("linear_attn", "mamba", "conv")
 """What the layers of transformers' models call their recurrent part."""
@@ -84,7 +84,7 @@ def sequences_of(packed: PackedRows, num_positions: int, *, is_flat: bool) -> Se
     calls: list[Tensor] = []
     places = [among_K] * len(own)
     start = 0
-    for now in micro_batches(whole, num_positions, PADDING):
+    for now in micro_batches(whole, num_positions, _PADDING):
         calls.append(torch.nn.utils.rnn.pad_sequence([positions[each] for each in now], batch_first=True))
         width = whole[now[0]]
         for row, each in enumerate(now):

@@ -23,13 +23,10 @@ def check_settings(model: Any) -> None:
     kind = type(model).__name__
     needed = _NEEDED[kind](model.config) if kind in _NEEDED else {}
     for name, (value, default) in needed.items():
-        of_rotary = name.startswith(_ROTARY)
-        told = (
-            (getattr(model.config, "rope_parameters", None) or {}).get(name.removeprefix(_ROTARY))
-            if of_rotary
-            else None
-        )
-        told = told if of_rotary else getattr(model.config, name, default)
+        if name.startswith(_ROTARY):
+            told = (getattr(model.config, "rope_parameters", None) or {}).get(name.removeprefix(_ROTARY))
+        else:
+            told = getattr(model.config, name, default)
         if told != value:
             raise SyncError(
                 f"layout: {name} = {told} in the model's config.json; trainer and vLLM compute the same model with "
