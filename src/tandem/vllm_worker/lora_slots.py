@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.bridge.common.manifest import name_of
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.batched_launches import Copying, same
@@ -88,7 +89,7 @@ class LoraSlots:
 
     @property
     def dtype(self) -> str:
-        return str(self._dtype).removeprefix("torch.")
+        return name_of(self._dtype)
 
     def stage(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], into: str = "") -> str:
         """Stage an adapter after `check`; return the name that requests will use. `into`: an unused adapter; if it has

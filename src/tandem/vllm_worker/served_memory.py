@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.bridge.common.manifest import name_of
 from tandem.errors import SyncError
 from tandem.ops import digest
 from tandem.ops.batched_launches import copy_all
@@ -47,8 +48,8 @@ class TensorLayout:
 
     def forms(self) -> dict[str, tuple[str, list[int]]]:
         """Return dtype and shape by name of everything that a full version contains."""
-        forms = {name: (_named(parts[0].view.dtype), list(parts[0].full_shape)) for name, parts in self.pieces.items()}
-        return forms | {name: (_named(tensor.dtype), list(tensor.shape)) for name, tensor in self.tables().items()}
+        forms = {name: (name_of(parts[0].view.dtype), list(parts[0].full_shape)) for name, parts in self.pieces.items()}
+        return forms | {name: (name_of(tensor.dtype), list(tensor.shape)) for name, tensor in self.tables().items()}
 
     def boxes(self) -> list[tuple[str, int, int, int, int]]:
         """Return name, rows from and to, columns from and to of everything that this worker needs of a full version."""
@@ -123,7 +124,7 @@ def check(layout: TensorLayout, arrived: Mapping[str, Tensor]) -> None:
         raise SyncError(f"apply: '{odd[0]}' {side} ({len(odd)} of {len(forms)} names differ); nothing was written")
     for name, (dtype, shape) in forms.items():
         tensor = arrived[name]
-        if (_named(tensor.dtype), list(tensor.shape)) != (dtype, shape):
+        if (name_of(tensor.dtype), list(tensor.shape)) != (dtype, shape):
             raise SyncError(
                 f"apply: '{name}' arrived as {tensor.dtype} {list(tensor.shape)} and is served as {dtype} {shape}; "
                 "nothing was written"
@@ -149,7 +150,7 @@ def moves_of_parts(layout: TensorLayout, arrived: Sequence[Part]) -> Moves:
     found: dict[tuple[Any, ...], Tensor] = {}
     for name, tensor, row_start, col_start, full_shape in arrived:
         is_served = forms.get(name, ("nothing", []))
-        if (_named(tensor.dtype), list(full_shape)) != (is_served[0], list(is_served[1])):
+        if (name_of(tensor.dtype), list(full_shape)) != (is_served[0], list(is_served[1])):
             raise SyncError(
                 f"apply: a box of '{name}' arrived as {tensor.dtype} of {list(full_shape)}, and is served as "
                 f"{is_served[0]} {list(is_served[1])}; nothing was written"
@@ -225,10 +226,6 @@ def check_served(pieces: Iterable[PieceDigest], expected: Mapping[str, str], sha
     for name, number in whole:
         if digest.text(number) != expected[name]:
             raise SyncError(f"apply: '{name}' is served as {digest.text(number)} and was sent as {expected[name]}")
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _whole_box(tensor: Tensor) -> tuple[int, int, int, int]:
