@@ -45,6 +45,7 @@ ON_CPU = (
 )  # fmt: skip
 ON_CUDA = ("shared:bfloat16:full", "broadcast:bfloat16:full", "disk:bfloat16:full", "adapter_broadcast:bfloat16:lora")
 SHORTEST = 8
+OF_VLLM = {"memory_share": 0.1, "arguments": ["--kv-cache-memory-bytes", str(2**32)]}  # so that rows may run at once
 
 
 def spec_of(row: str, model: Path, device: str, home: Path) -> RlSpec:
@@ -55,7 +56,7 @@ def spec_of(row: str, model: Path, device: str, home: Path) -> RlSpec:
         "sync": {"bridge": bridge, "retries": 0},
         "model": {"path": str(model), **({"lora": {"rank": 16}} if kind == "lora" else {})},
         "precision": {"weights": weights, **({"master": "split"} if weights == "bfloat16" else {})},
-        "engine": {"kind": engine, "max_context": 512, **({"memory_share": 0.3} if engine == "vllm" else {})},
+        "engine": {"kind": engine, "max_context": 512, **(OF_VLLM if engine == "vllm" else {})},
         "train": {"steps": 1, "lr": 1e-5, "groups_per_step": 1, "group_size": 2, "max_tokens": 32},
     }  # fmt: skip
     return cast("RlSpec", parse_spec(raw))

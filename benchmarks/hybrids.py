@@ -124,6 +124,7 @@ def measured(name: str, device: str) -> Iterator[list[str]]:
                     found[way] = packing.gradients(policy, made)
                 _wait(device)
                 taken[way].append(time.perf_counter() - started)
+                print(f"{name}, {work}, {way}: {taken[way][-1]:.2f} s", file=sys.stderr, flush=True)
             norm = torch.stack([each.norm() for each in found["alone"].values()]).norm()
             off = [found["shared"][key].float() - found["alone"][key].float() for key in found["alone"]]
             gaps.append(float(torch.stack([each.norm() for each in off]).norm() / norm))

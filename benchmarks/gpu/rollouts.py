@@ -41,7 +41,8 @@ ROUTE = "/inference/v1/generate"
 def serve(arguments: argparse.Namespace) -> None:
     """`tandem engine serve`, but that no token ends a completion."""
     from tandem.engine.vllm.engine import VllmEngine
-    from tandem.engine.vllm.process import VllmOptions, VllmProcess
+    from tandem.engine.vllm.options import VllmOptions
+    from tandem.engine.vllm.process import VllmProcess
     from tandem.serve.engine.service import engine_service
     from tandem.serve.http.run import Listen, serve_forever
     from tandem.serve.http.service import create_app

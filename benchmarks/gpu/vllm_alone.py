@@ -31,7 +31,8 @@ from standing import ask_for_checkpoint, checkpoint_of
 
 from rollouts import PROMPT, prompt_of, vocabulary
 from tandem.build import standalone_engines
-from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.engine.vllm.options import VllmOptions
+from tandem.engine.vllm.process import VllmProcess
 from tandem.io.file_system import memory_backed
 
 WARM, ROUNDS, TIMES, RANK = 2, 8, 3, 16

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import family_vllm
 import transformers
-from family_suite import CELLS, FAMILIES, TEXT_ONLY, outcomes
+from family_models import FAMILIES
+from family_suite import CELLS, TEXT_ONLY, outcomes
 
 HEAD = """\
 # Model families

@@ -19,10 +19,20 @@ from typing import Any
 
 ROWS = Path(__file__).with_name("vllm_rows.jsonl")
 _LOGPROBS = "logprobs match the trainer's"
+_DELTA_NETS = ("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
+"""Families that vLLM's CPU build computes in bfloat16 alone, and on a GPU with a choice of kernels."""
+_ON_GPU: dict[str, dict[str, Any]] = {
+    "DeepSeek-V3": {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128},
+}
+"""Sizes that vLLM's kernels need there."""
+_SEVERAL = ["--kv-cache-memory-bytes", str(2**31)]
+"""With it vLLM measures no free memory, which others take meanwhile."""
+_NO_FLASHINFER = ["--gdn-prefill-backend", "triton"]
+"""Otherwise vLLM takes flashinfer's kernel for delta nets, which these machines lack."""
 
 
 def main() -> None:
-    from family_suite import FAMILIES
+    from family_models import FAMILIES
 
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--python", required=True, help="vLLM's interpreter")
@@ -42,23 +52,34 @@ def main() -> None:
 
 def row(name: str, python: str, device: Any, bridge: str, at_once: int) -> dict[str, Any]:
     import torch
-    from family_suite import FAMILIES, Bench
+    from family_models import FAMILIES, Bench
 
     import tandem
     from tandem.errors import TandemError
 
     torch.set_num_threads(1)
-    share = {"memory_share": round(0.5 / at_once, 3), "eager": True} if device == "cuda" else {}
+    family, on_gpu = FAMILIES[name], device == "cuda"
+    options: dict[str, Any] = {}
+    if on_gpu:
+        family = family._replace(sizes={**family.sizes, **_ON_GPU.get(name, {})})
+        several = _SEVERAL if at_once > 1 else []
+        delta_nets = _NO_FLASHINFER if name in _DELTA_NETS else []
+        options = {
+            "memory_share": round(0.5 / at_once, 3), "eager": True, "arguments": [*several, *delta_nets]
+        }  # fmt: skip
+    dtype: Any = "bfloat16" if on_gpu or name in _DELTA_NETS else "float32"
     with tempfile.TemporaryDirectory() as place:
-        bench = Bench(FAMILIES[name], Path(place))
+        bench = Bench(family, Path(place))
         found = {"family": name, "bridge": bridge, "device": device, "vllm": "", "told": ""}
         try:
-            check = tandem.check_engine(python, model=str(bench.path), bridges=[bridge], device=device, options=share)
+            check = tandem.check_engine(
+                python, model=str(bench.path), bridges=[bridge], device=device, dtype=dtype, options=options
+            )
         except TandemError as error:
             return found | {"told": _short(str(error), bench.path)}
         failed = [f"{each.name.partition(': ')[2]}: {each.why}" for each in check.checks if each.state == "failed"]
         gap = next((re.search(r"within (\S+) nats", each.why) for each in check.checks if _LOGPROBS in each.name), None)
-        told = {"gap": float(gap[1])} if gap else {}
+        told: dict[str, Any] = {"gap": float(gap[1]), "dtype": dtype} if gap else {}
         return found | {"vllm": check.version, "told": _short(failed[0], bench.path) if failed else "yes", **told}
 
 

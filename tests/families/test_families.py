@@ -11,6 +11,7 @@ import family_suite as suite
 import pytest
 import torch
 import transformers
+from family_models import FAMILIES, Bench
 
 from tandem.build import training
 from tandem.recipes import model_check
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "forked_programs")
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
-@pytest.mark.parametrize("name", suite.FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_holds_or_is_refused_by_a_sentence(name: str):
     told = suite.outcomes(name)
     assert told.keys() == suite.CELLS.keys()
@@ -33,7 +34,7 @@ def test_the_page_says_what_the_suite_found():
 
 
 def test_a_check_says_how_many_experts_the_trainer_chooses_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = str(suite.Bench(suite.FAMILIES["Qwen3-MoE"], tmp_path).path)
+    path = str(Bench(FAMILIES["Qwen3-MoE"], tmp_path).path)
     said = model_check.check_model(path).answer["experts that differ"]
     assert re.fullmatch(r"0 of \d+ choices, one for each token and layer \(0.0%\)", said), said
     scorer = training.scorer

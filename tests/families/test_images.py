@@ -10,6 +10,7 @@ import family_suite as suite
 import pytest
 import torch
 from family_images import as_png, shown, transformers_answer
+from family_models import CPU, FAMILIES, Bench
 from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -37,11 +38,11 @@ QUESTION = ["<|user|>which colour is ", "?<|end|><|assistant|>"]
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> suite.Bench:
-    return suite.Bench(suite.FAMILIES["Qwen3-VL"], tmp_path)
+def bench(tmp_path: Path) -> Bench:
+    return Bench(FAMILIES["Qwen3-VL"], tmp_path)
 
 
-def test_sft_names_the_colours_of_images_and_cannot_without_them(bench: suite.Bench):
+def test_sft_names_the_colours_of_images_and_cannot_without_them(bench: Bench):
     from PIL import Image
 
     model, store = bench.built(), ImageStore(bench.place / "images")
@@ -70,11 +71,11 @@ def taught(model: training.BuiltModel, rows: list[Trajectory], steps: int) -> li
 
 
 @pytest.mark.parametrize("activations", ["selective", "recompute"])
-def test_recomputed_activations_give_the_same_gradient(bench: suite.Bench, activations: str):
+def test_recomputed_activations_give_the_same_gradient(bench: Bench, activations: str):
     found: list[dict[str, torch.Tensor]] = []
     for each in ("keep", activations):
         spec = PathModel.model_validate({"path": str(bench.path), "activations": each})
-        model = training.model(spec, Float32Precision(), 0, suite.CPU, images=bench.place / "images")
+        model = training.model(spec, Float32Precision(), 0, CPU, images=bench.place / "images")
         (micro,) = suite.batch_of(
             [[row] for row in suite.seen(model, ImageStore(bench.place / "images"))], shares_never
         )
@@ -85,15 +86,15 @@ def test_recomputed_activations_give_the_same_gradient(bench: suite.Bench, activ
     assert all(torch.allclose(kept[name], again[name], rtol=1e-5, atol=1e-6) for name in kept)
 
 
-def test_16_bit_weights_have_a_master_except_in_the_tower(bench: suite.Bench):
+def test_16_bit_weights_have_a_master_except_in_the_tower(bench: Bench):
     spec = PathModel(path=str(bench.path))
-    model = training.model(spec, Bfloat16Precision(master="split"), 0, suite.CPU, images=bench.place / "images")
+    model = training.model(spec, Bfloat16Precision(master="split"), 0, CPU, images=bench.place / "images")
     assert not [name for name in model.master.state() if "visual" in name]
     suite.step(model, given=suite.seen(model, ImageStore(bench.place / "images")))
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
-def test_the_reference_sees_the_images_too(bench: suite.Bench, lora: LoraSpec | None):
+def test_the_reference_sees_the_images_too(bench: Bench, lora: LoraSpec | None):
     model = bench.built(lora)
     given = suite.seen(model, ImageStore(bench.place / "images"))
     (micro,) = suite.batch_of([[row] for row in given], shares_never)
@@ -107,7 +108,7 @@ def test_the_reference_sees_the_images_too(bench: suite.Bench, lora: LoraSpec | 
     assert not torch.allclose(model.policy.score(micro, 1.0), before, atol=1e-3)
 
 
-def test_a_copy_of_a_checkpoint_has_the_processor(bench: suite.Bench):
+def test_a_copy_of_a_checkpoint_has_the_processor(bench: Bench):
     model = bench.built()
     model.policy.deployer()(dict(model.policy.trainable()), bench.place / "deploy")
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
@@ -115,7 +116,7 @@ def test_a_copy_of_a_checkpoint_has_the_processor(bench: suite.Bench):
     assert bench.plain(bench.place / "deploy").model.visual.state_dict().keys()
 
 
-def test_what_does_not_support_images_is_refused_by_name(bench: suite.Bench):
+def test_what_does_not_support_images_is_refused_by_name(bench: Bench):
     model = bench.built()
     rows = suite.seen(model, ImageStore(bench.place / "images"))
     (micro,) = suite.batch_of([rows[:1]], shares_never)
@@ -144,7 +145,7 @@ def test_what_does_not_support_images_is_refused_by_name(bench: suite.Bench):
     assert not (bench.place / "run").exists()  # refused before anything is loaded or started
 
 
-def test_an_image_that_the_processor_refuses_is_named(bench: suite.Bench):
+def test_an_image_that_the_processor_refuses_is_named(bench: Bench):
     store, content = ImageStore(bench.place / "images"), io.BytesIO()
     Image.new("RGB", (4000, 2)).save(content, "PNG")
     images = bench.built().renderer.images
@@ -153,7 +154,7 @@ def test_an_image_that_the_processor_refuses_is_named(bench: suite.Bench):
         images.length(store.put(content.getvalue()))
 
 
-def test_a_model_check_says_that_it_sees(bench: suite.Bench):
+def test_a_model_check_says_that_it_sees(bench: Bench):
     check = check_model(str(bench.path))
     assert (check.findings, check.model["images"]) == ([], "sees images (tower frozen)")
     assert "set parallel.ranks = 1" in check.fits["parallel.ranks"]
@@ -176,7 +177,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize(("size", "total"), [("2B", 2_127_532_032), ("8B", 8_767_123_696), ("", 0)])
-def test_a_plan_counts_the_model_and_its_frozen_tower(bench: suite.Bench, size: str, total: int):
+def test_a_plan_counts_the_model_and_its_frozen_tower(bench: Bench, size: str, total: int):
     path = bench.path
     if size:
         text, tower = SIZES[size]
@@ -209,7 +210,7 @@ def test_a_plan_counts_the_model_and_its_frozen_tower(bench: suite.Bench, size: 
     assert plan.work.lengths == "assumed"  # so that a run's images are no deviation from its plan
 
 
-def test_a_plan_reads_the_text_of_rows_and_says_what_it_does_not_know_of_images(bench: suite.Bench):
+def test_a_plan_reads_the_text_of_rows_and_says_what_it_does_not_know_of_images(bench: Bench):
     store, rows = ImageStore(bench.place / "images"), bench.place / "rows.jsonl"
     image = bench.place / "images" / store.put(as_png(Image.new("RGB", (64, 64))))
     parts = [{"type": "image", "path": str(image)}, {"type": "text", "text": "which colour?"}]

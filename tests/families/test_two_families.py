@@ -8,6 +8,7 @@ from typing import Any
 import family_suite as suite
 import pytest
 import torch
+from family_models import FAMILIES, Bench
 
 from tandem.build import engaged, run_engines
 from tandem.errors import SyncError
@@ -24,12 +25,12 @@ QUICK = ("trainer", "packing", "prompt trees", "all weights, inproc", "bf16, inp
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
 def test_a_family_holds(name: str, tmp_path: Path):
-    bench = suite.Bench(suite.FAMILIES[name], tmp_path)
+    bench = Bench(FAMILIES[name], tmp_path)
     assert [suite.outcome(cell, bench) for cell in QUICK] == ["yes"] * len(QUICK)
 
 
 def test_layers_without_their_window_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    bench = suite.Bench(suite.FAMILIES["Gemma2"], tmp_path)
+    bench = Bench(FAMILIES["Gemma2"], tmp_path)
     for_model = attention_masks.for_model
 
     def far(*args: Any) -> Any:
@@ -53,11 +54,11 @@ def test_an_engine_whose_weights_changed_behind_the_bridge_is_found(tmp_path: Pa
 
     monkeypatch.setattr(suite, "asked", changed)
     with pytest.raises(suite.Different, match="logprobs differ by"):
-        suite.outcome("shared", suite.Bench(suite.FAMILIES["Qwen3"], tmp_path))
+        suite.outcome("shared", Bench(FAMILIES["Qwen3"], tmp_path))
 
 
 def test_an_engine_that_has_another_base_is_no_refusal_but_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    bench, other = (suite.Bench(suite.FAMILIES["Qwen3"], tmp_path / name) for name in ("one", "other"))
+    bench, other = (Bench(FAMILIES["Qwen3"], tmp_path / name) for name in ("one", "other"))
     module = other.plain()
     with torch.no_grad():
         module.lm_head.weight.mul_(1.01)
@@ -80,7 +81,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_engine")
 def test_layers_that_the_server_cannot_batch_are_refused_before_it_starts_as_in_process(tmp_path: Path):
-    bench = suite.Bench(suite.FAMILIES["LFM2"], tmp_path)
+    bench = Bench(FAMILIES["LFM2"], tmp_path)
     names = [name for name, traits in BRIDGES.items() if not traits.in_process]
     (told,) = {suite.outcome(cell, bench) for cell in ("all weights, inproc", *names)}
     assert told.startswith("model: lfm2 has layers of kind conv, which the embedded engine cannot batch; vLLM may (")
@@ -88,7 +89,7 @@ def test_layers_that_the_server_cannot_batch_are_refused_before_it_starts_as_in_
 
 @pytest.mark.usefixtures("no_engine")
 def test_adapters_on_stacked_experts_are_refused_before_an_engine_starts(tmp_path: Path):
-    bench = suite.Bench(suite.FAMILIES["Qwen3-MoE"], tmp_path)
+    bench = Bench(FAMILIES["Qwen3-MoE"], tmp_path)
     (told,) = {suite.outcome(cell, bench) for cell in ("adapter", "adapter_broadcast")}
     assert told == (
         "model.lora.targets = all-linear: 12 adapters are on stacked experts or their router, the first on "
@@ -98,12 +99,12 @@ def test_adapters_on_stacked_experts_are_refused_before_an_engine_starts(tmp_pat
 
 
 def test_adapters_on_the_attention_of_a_mixture_of_experts_are_served(tmp_path: Path):
-    bench = suite.Bench(suite.FAMILIES["Qwen3-MoE"], tmp_path)
+    bench = Bench(FAMILIES["Qwen3-MoE"], tmp_path)
     suite.served(bench, "adapter_broadcast", LoraSpec(rank=4, targets=("k_proj", "o_proj", "q_proj", "v_proj")))
 
 
 def test_in_bf16_a_gap_is_found_that_would_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    bench = suite.Bench(suite.FAMILIES["Qwen3"], tmp_path)
+    bench = Bench(FAMILIES["Qwen3"], tmp_path)
     answers = suite.answers
     monkeypatch.setattr(suite, "answers", lambda *args: [(ours + 0.06, theirs) for ours, theirs in answers(*args)])
     with pytest.raises(suite.Different, match=r"differ by 0\.06\d* nats a token; a run's limit is 0.05 \(16 bits"):
@@ -111,7 +112,7 @@ def test_in_bf16_a_gap_is_found_that_would_stop_a_run(tmp_path: Path, monkeypatc
 
 
 def test_a_model_without_sdpa_is_loaded_with_eager_attention_and_a_run_says_so(tmp_path: Path):
-    model = suite.Bench(suite.FAMILIES["Gemma2"], tmp_path).built()
+    model = Bench(FAMILIES["Gemma2"], tmp_path).built()
     assert model.policy.module.config._attn_implementation == "eager"
     raw = {
         "recipe": "sft", "model": {"path": str(tmp_path / "model")}, "train": {"steps": 1, "lr": 1e-4},
@@ -122,7 +123,7 @@ def test_a_model_without_sdpa_is_loaded_with_eager_attention_and_a_run_says_so(t
 
 
 def test_a_hybrid_learns_from_packed_sequences_as_from_single_ones_and_the_run_says_how(tmp_path: Path):
-    bench = suite.Bench(suite.FAMILIES["LFM2"], tmp_path)
+    bench = Bench(FAMILIES["LFM2"], tmp_path)
     cells = ("trainer", "packing", "prompt trees", "SFT", "SFT, LoRA")
     assert [suite.outcome(cell, bench) for cell in cells] == ["yes"] * len(cells)
     assert "for a run set engine.kind = 'vllm'" in suite.outcome("disk", bench)

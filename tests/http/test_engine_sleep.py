@@ -16,7 +16,8 @@ from engine_served import EngineServed, FakeEnd, engine_serving
 from served import wait_until
 
 from tandem.engine.vllm.engine import VllmEngine
-from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.engine.vllm.options import VllmOptions
+from tandem.engine.vllm.process import VllmProcess
 from tandem.errors import EngineError
 from tandem.serve.engine import weight_control
 from tandem.text.renderer import Renderer

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tandem.engine.vllm.engine import VllmEngine
-from tandem.engine.vllm.process import VllmOptions
+from tandem.engine.vllm.options import VllmOptions
 from tandem.errors import EngineError, RunError, SpecError
 from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter

@@ -16,11 +16,20 @@ AT_THE_START = """
 (Worker pid=3) ERROR 11-29 08:21:43 [multiproc_executor.py:953] AttributeError: 'Lfm2Config' has no 'conv_dim'
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}
 """
+AT_THE_IMPORT = """
+(APIServer pid=1) ERROR 11-29 12:11:29 [registry.py:1120] Error in inspecting model architecture 'Qwen3_5ForCausalLM'
+(APIServer pid=1) ERROR 11-29 12:11:29 [registry.py:1120] RuntimeError: Error raised in subprocess:
+(APIServer pid=1) ERROR 11-29 12:11:29 [registry.py:1120] ModuleNotFoundError: No module named 'torchvision'
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected. Please check the logs for more details.
+"""
 
 
 def test_of_a_vllm_that_dies_the_worker_s_error_is_told():
     assert first_cause(AT_A_REQUEST) == "AttributeError: '_C' has no attribute 'scan_fwd'"
     assert first_cause(AT_THE_START) == "AttributeError: 'Lfm2Config' has no 'conv_dim'"
+    assert first_cause(AT_THE_IMPORT) == "ModuleNotFoundError: No module named 'torchvision'"
+    assert first_cause(refused := "pydantic.ValidationError: 1 validation error for ModelConfig") == refused
 
 
 def test_a_log_without_an_error_tells_nothing():

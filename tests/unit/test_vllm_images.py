@@ -17,7 +17,7 @@ import torch
 
 from tandem.engine.vllm.engine import VllmEngine
 from tandem.engine.vllm.image_features import ImageFeatures
-from tandem.engine.vllm.process import VllmOptions
+from tandem.engine.vllm.options import VllmOptions
 from tandem.errors import EngineError, ImageError, SamplingRefused, SyncError
 from tandem.io.engine_messages import encoded
 from tandem.serve.engine.service import SamplingBody

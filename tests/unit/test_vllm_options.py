@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.vllm.process import VllmOptions
+from tandem.engine.vllm.options import VllmOptions
 
 
 def arguments(place: Path, version: str = "0.32.0", **config: Any) -> list[str]:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.engine.vllm.options import VllmOptions
+from tandem.engine.vllm.process import VllmProcess
 from tandem.engine.vllm.tested_versions import PASSED
 from tandem.ops.vllm_token_protocol import SCHEDULER_TOLD
 from tandem.vllm_worker.bulk_scheduling import COMPARED, going_on

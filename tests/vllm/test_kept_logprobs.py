@@ -13,7 +13,8 @@ from vllm_cpu import PYTHON, gap, publish, small_model
 
 from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.engine import VllmEngine
-from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.engine.vllm.options import VllmOptions
+from tandem.engine.vllm.process import VllmProcess
 from tandem.errors import EngineError
 from tandem.types import Completion, Sampling
 
@@ -34,7 +35,7 @@ class Rig:
             max_running=12,
             max_context=2048,
             eager=True,
-            extra=["--skip-tokenizer-init", "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS)],
+            further=["--skip-tokenizer-init", "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS)],
             environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "INFO"},
         )
         self.log = path / "vllm.log"

@@ -13,11 +13,12 @@ import pytest
 from vllm_cpu import PYTHON, small_model
 
 from leashed import program_of
-from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.engine.vllm.options import VllmOptions
+from tandem.engine.vllm.process import VllmProcess
 from tandem.errors import EngineError
 
 OPTIONS = VllmOptions(
-    "", str(PYTHON), dtype="float32", device="cpu", max_running=2, eager=True, extra=["--skip-tokenizer-init"],
+    "", str(PYTHON), dtype="float32", device="cpu", max_running=2, eager=True, further=["--skip-tokenizer-init"],
     environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
 )  # fmt: skip
 

@@ -17,7 +17,8 @@ from vllm_cpu import PYTHON, adapted, changed, logprobs_of, publish, small_model
 from tandem.bridge.files.adapter import AdapterBridge
 from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.engine import VllmEngine
-from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.engine.vllm.options import VllmOptions
+from tandem.engine.vllm.process import VllmProcess
 from tandem.errors import EngineLost, SyncError
 from tandem.model import served_weights
 from tandem.types import Completion, Sampling, Weights
@@ -37,7 +38,7 @@ class Rig:
         options = VllmOptions(
             str(path), str(PYTHON), dtype=str(DTYPE).removeprefix("torch."), device=DEVICE, max_running=6,
             max_context=2048, eager=DEVICE == "cpu", memory_share=0.1, adapter_slots=2, max_rank=8,
-            extra=["--skip-tokenizer-init", "--block-size", "32", "--max-num-batched-tokens", "2048"],
+            further=["--skip-tokenizer-init", "--block-size", "32", "--max-num-batched-tokens", "2048"],
             environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patched:

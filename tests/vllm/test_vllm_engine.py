@@ -18,7 +18,8 @@ from tandem.bridge.collective.shared_buffers import BufferWriter
 from tandem.bridge.files.adapter import AdapterBridge
 from tandem.bridge.files.checkpoint import DiskBridge
 from tandem.engine.vllm.engine import VllmEngine
-from tandem.engine.vllm.process import VllmOptions, VllmProcess
+from tandem.engine.vllm.options import VllmOptions
+from tandem.engine.vllm.process import VllmProcess
 from tandem.errors import SyncError
 from tandem.model import served_weights
 from tandem.types import Completion, Sampling, Sent, Served, Weights
@@ -49,7 +50,7 @@ class Rig:
             adapter_slots=2,
             max_rank=8,
             sleeps=True,
-            extra=[] if images is not None else ["--skip-tokenizer-init"],
+            further=[] if images is not None else ["--skip-tokenizer-init"],
             environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
         )
         process = VllmProcess(options, path)

@@ -21,7 +21,8 @@ from tandem.spec.precision import Bfloat16Precision, Float32Precision
 if TYPE_CHECKING:
     from tandem.build.training import BuiltModel
     from tandem.engine.hf.engine import EmbeddedEngine
-    from tandem.engine.vllm.process import VllmOptions, VllmProcess
+    from tandem.engine.vllm.options import VllmOptions
+    from tandem.engine.vllm.process import VllmProcess
     from tandem.text.renderer import Renderer
 
 
@@ -109,7 +110,7 @@ def vllm_options(
     unchecked: bool = False,
 ) -> VllmOptions:
     """Return the options of a vLLM process, without the model."""
-    from tandem.engine.vllm.process import VllmOptions
+    from tandem.engine.vllm.options import VllmOptions
 
     return VllmOptions(
         "",
@@ -124,6 +125,7 @@ def vllm_options(
         max_rank=max_rank,
         sleeps=spec.sleep == "free",
         unchecked=unchecked,
+        further=spec.arguments,
     )
 
 

@@ -111,12 +111,22 @@ def engine_check(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Device of trainer and engine; auto takes a GPU if present.")
     ] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="With --model: data type of the weights. auto: bfloat16 on a GPU, else float32."),
+    ] = "auto",
+    option: EngineTable = None,
 ) -> None:
     """Run the conformance suite on an installed vLLM, and record its version if it passes; or compare one model's
     logprobs there with the trainer's. Exit code 1: it failed."""
     from tandem.recipes.engine_commands import check_engine
+    from tandem.spec.load import parse_overrides
 
-    if not check_engine(python, model=model, bridges=bridge or (), device=device, tell=typer.echo).passed:
+    options = parse_overrides(option or ())
+    check = check_engine(
+        python, model=model, bridges=bridge or (), device=device, dtype=dtype, options=options, tell=typer.echo
+    )
+    if not check.passed:
         raise typer.Exit(1)
 
 

@@ -81,25 +81,28 @@ def check_engine(
     model: str = "",
     bridges: Sequence[str] = (),
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     options: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> EngineCheck:
     """Check that the vLLM of an interpreter does what runs need. If it does, record that beside the interpreter.
     `model`: check that it computes this one as the trainer does; a directory, a GGUF file or an id of the hub.
-    `bridges`: of the model's versions; by default the one that a run takes on this device. `options`: further fields of
-    the spec's [engine] table for such a check."""
+    `bridges`: of the model's versions; by default the one that a run takes on this device. `dtype`: of its weights;
+    auto is bfloat16 on a GPU, else float32. `options`: further fields of the spec's [engine] table for such a check."""
     python, picked = str(python or standalone_engines.default_python()), _picked(device)
     if odd := sorted(set(bridges) - set(CHECKED_BRIDGES)):
         raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(CHECKED_BRIDGES)}")
     if bridges and not model:
         raise SpecError("--bridge: name a model, too; without one all bridges are checked")
+    if not model and (dtype != "auto" or options):
+        raise SpecError(f"--{'dtype' if dtype != 'auto' else 'set'}: name a model, too; without one it is not used")
     if model and not bridges:
         bridges = [on_one_gpu(adapters=False).name if picked == "cuda" else sync_bench.ON_ANY_DEVICE]
     version = standalone_engines.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
     checks: list[OneCheck] = []
     for check in (
-        _model_checks(python, picked, model, [*dict.fromkeys(bridges)], options or {})
+        _model_checks(python, picked, model, [*dict.fromkeys(bridges)], dtype, options or {})
         if model
         else _checks(python, picked)
     ):
@@ -122,10 +125,10 @@ def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[OneCheck]:
 
 
 def _model_checks(
-    python: str, device: str, path: str, bridges: Sequence[str], options: Mapping[str, Any]
+    python: str, device: str, path: str, bridges: Sequence[str], dtype: str, options: Mapping[str, Any]
 ) -> Iterator[OneCheck]:
     for bridge in bridges:
-        for check in _request_checks(python, device, path, bridge, options):
+        for check in _request_checks(python, device, path, bridge, dtype, options):
             yield replace(check, name=f"{bridge}: {check.name}")
 
 
@@ -174,12 +177,16 @@ def _request_checks(
     device: str,
     path: str = "",
     bridge: str = sync_bench.ON_ANY_DEVICE,
+    dtype: str = "auto",
     options: Mapping[str, Any] | None = None,
 ) -> list[OneCheck]:
     """`path`: of a model; empty: the small one of the conformance suite, with prompts of random ids."""
     with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
         given = {**(options or {}), "python": python}
         spec = sync_bench.bench_spec(bridge, "tiny", device, "vllm", Path(home), given)
+        if dtype != "auto":
+            precision = {"weights": dtype, **({"master": "split"} if dtype == "bfloat16" else {})}
+            spec = cast("RlSpec", with_values(spec, {"precision": precision}))
         if path:
             lora = {} if spec.model.lora is None else {"lora": spec.model.lora.model_dump()}
             spec = cast("RlSpec", with_values(spec, {"model": {"path": path, **lora}}))

@@ -85,6 +85,10 @@ class VllmEngineSpec(_Process):
     completes them with the old weights first. restart: they are sampled again from their prompt. auto: continue
     requests where the engine supports it; otherwise wait for them to finish."""
 
+    arguments: tuple[str, ...] = Field(default=(), strict=False)
+    """Further arguments of `vllm serve`, as ["--max-num-batched-tokens", "16384"]. Those that Tandem sets itself are
+    refused."""
+
     def gpus_of(self, replica: int) -> tuple[int, ...]:
         """Return the GPU numbers of one replica; empty means all GPUs."""
         separate = len(self.gpus) > self.tensor_parallel

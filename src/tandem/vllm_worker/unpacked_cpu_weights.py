@@ -1,14 +1,15 @@
 """Stop vLLM from packing weights on a CPU: packed weights can be neither written nor read back.
 
 vLLM has no setting for it. So linear layers use vLLM's own fallback for weights that it cannot pack: torch with the
-weight as it is. Experts are computed one after the other. This must happen before the model is loaded. On GPUs vLLM
-does not pack, and nothing changes.
+weight as it is. Experts are computed one after the other. The kernel of a gated delta net's convolution is told that
+its weight is plain. This must happen before the model is loaded. On GPUs vLLM does not pack, and nothing changes.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from tandem.errors import SyncError
 
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+_DELTA_NETS = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
+_CONVOLUTIONS = ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu")
 
 
 def _halves(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -54,11 +57,15 @@ def keep_weights_plain() -> None:
     if not current_platform.is_cpu() or packing.__name__ == "keep_plain":
         return
 
+    plain_convolutions = _compute_plain_convolutions()
+
     def keep_plain(layer: Any, remove_weight: bool) -> None:
-        if layer.weight.is_meta or layer.weight.ndim != 2:
+        if layer.weight.is_meta:
             packing(layer, remove_weight)
-        else:
+        elif layer.weight.ndim == 2:
             layer.cpu_linear = plain_linear
+        elif not plain_convolutions:
+            packing(layer, remove_weight)  # layer_readers.py refuses it
 
     utils.dispatch_cpu_unquantized_gemm = keep_plain
     try:
@@ -67,6 +74,27 @@ def keep_weights_plain() -> None:
         return
     experts.process_weights_after_loading = lambda self, layer: None
     experts.apply = plain_experts
+
+
+def _compute_plain_convolutions() -> bool:
+    """Let the kernels of delta nets' convolutions take plain weights. Return whether this vLLM has those kernels."""
+    try:
+        kernels = importlib.import_module(_DELTA_NETS)
+    except ImportError:
+        return False
+    if not all(hasattr(kernels, name) for name in _CONVOLUTIONS):
+        return False
+    for name in _CONVOLUTIONS:
+        setattr(kernels, name, _with_plain_weight(getattr(kernels, name)))
+    return True
+
+
+def _with_plain_weight(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(theirs)
+    def computed(*, weight: Tensor, is_weight_packed: bool, **given: Any) -> Tensor:
+        return theirs(weight=weight.flatten(1), is_weight_packed=False, **given)
+
+    return computed
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

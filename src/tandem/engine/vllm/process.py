@@ -21,10 +21,9 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,12 +32,13 @@ import httpx
 from tandem.engine.http.client import Broken, HttpClient, IncomingBody, Silent
 from tandem.engine.vllm.compile_cache import ModelLink, package_path
 from tandem.engine.vllm.first_cause import first_cause
-from tandem.engine.vllm.tested_versions import has_package, is_since, refuse_unknown_version, version_of
+from tandem.engine.vllm.options import VllmOptions
+from tandem.engine.vllm.tested_versions import has_package, refuse_unknown_version, version_of
 from tandem.errors import EngineError, EngineLost, SyncTimeout
 from tandem.io import prestart
 from tandem.io.child_process import Child
 from tandem.io.engine_messages import decoded, encoded
-from tandem.ops.vllm_token_protocol import SCHEDULER_TOLD, URGENT_PLACES
+from tandem.ops.vllm_token_protocol import SCHEDULER_TOLD
 from tandem.types import OnUpdate
 
 _log = logging.getLogger(__name__)
@@ -46,113 +46,16 @@ _log = logging.getLogger(__name__)
 CONTROL_S = 60.0  # for a call that moves no weights
 _POLL_S = 0.2
 _ABORT_AGAIN_S = 0.1
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for --max-lora-rank
 # GiB for keys and values; threads are not pinned to cores, because other processes use them, too.
 _ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _BASE_URL = "http://vllm"
 _SERVER = "vllm.entrypoints.openai.api_server"
 _IMPORTS = (_SERVER, "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu.model_runner")
-_EXTENSION = "tandem.vllm_worker.extension.TandemWorker"
-_MIDDLEWARE = "tandem.vllm_worker.together_route.TogetherRoute"
-_SCHEDULER, _SCHEDULER_FILE = "tandem.vllm_worker.scheduler.scheduler", "scheduler.json"
-_COMPILED = '{"tandem_adapters": 1}'  # separates code that was compiled with vllm_worker/lora_layers.py in vLLM's cache
-_RECURRENT = ("linear", "conv", "mamba")  # in the names of kinds of layers
-_MAMBA = "mamba_d_state"  # in the configuration of a model with such layers, whether or not it names kinds
-_ONE_MORE = ("cohere2", "cohere2_moe")  # models whose layers see one token more than their sliding window in vLLM 0.32
-_ROTARY_BY_HEAD = ("lfm2", "lfm2_moe")  # vLLM's kernel for CPUs takes their queries and keys for another shape
-_TORCH_ROTARY = '{"custom_ops": ["all", "-rotary_embedding"]}'
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SCHEDULER_FILE = "scheduler.json"
 _LEAST_REQUESTS = 512  # further requests wait in this process instead of in vLLM's queue, which costs nothing
 _FAULT = 500  # an answer's status from here on is vLLM's own fault
 _LOG_BYTES = 2**18  # of the end of its log, which may have a long trace for each process
 _SOCKET_BYTES = 100  # the kernel allows 107 for the path of a socket
-
-
-@dataclass(frozen=True)
-class VllmOptions:
-    """The options of `vllm serve`."""
-
-    model: str
-    python: str
-    dtype: str = "auto"
-    device: str = "cuda"
-    tensor_parallel: int = 1
-    memory_share: float = 0.9
-    max_running: int = 256
-    max_context: int = 0
-    eager: bool = False
-    sleeps: bool = False
-    """Whether it frees GPU memory while it sleeps, if the device supports that."""
-    adapter_slots: int = 0
-    """Number of adapter versions that may be in use at a time; 0: no adapters."""
-    max_rank: int = 16
-    seed: int = 0
-    unchecked: bool = False
-    """Whether to accept a version that has not passed the conformance suite; for the suite itself."""
-    extra: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    @property
-    def why_awake(self) -> str:
-        """Return why it cannot free memory; empty if it can."""
-        return "vLLM's CPU build has no sleep mode: it only pauses" if self.device == "cpu" else ""
-
-    @cached_property
-    def sees(self) -> bool:
-        """Whether the model takes images, and is of a family whose images are known."""
-        return self._config.get("model_type") == "qwen3_vl"
-
-    @cached_property
-    def _config(self) -> dict[str, Any]:
-        try:
-            return decoded((Path(self.model) / "config.json").read_bytes())
-        except OSError:
-            return {}
-
-    def arguments(self, socket: Path, version: str) -> list[str]:
-        given = [
-            *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
-            *("--dtype", self.dtype, "--tensor-parallel-size", str(self.tensor_parallel)),
-            *("--max-num-seqs", str(self.max_running + URGENT_PLACES), "--seed", str(self.seed)),
-            *("--worker-extension-cls", _EXTENSION, "--scheduler-cls", _SCHEDULER, "--middleware", _MIDDLEWARE),
-            # Logprobs of the sampled distribution, not of the model before temperature.
-            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-            "--disable-uvicorn-access-log",
-        ]
-        given += ["--max-model-len", str(self.max_context)] if self.max_context else []
-        given += ["--enforce-eager"] if self.eager else []
-        given += ["--enable-sleep-mode"] if self.sleeps and not self.why_awake else []
-        if self.adapter_slots:
-            # vLLM's CPU build computes rows without an adapter with its last slot, which therefore stays empty.
-            slots = str(self.adapter_slots + (self.device == "cpu"))
-            rank = next(rank for rank in _RANKS if rank >= self.max_rank)
-            given += ["--enable-lora", "--max-loras", slots, "--max-cpu-loras", slots, "--max-lora-rank", str(rank)]
-            given += ["--additional-config", _COMPILED] if self.device != "cpu" else []
-        if is_since(version, 0, 32):  # token ids in and out must be enabled
-            given += ["--enable-scale-out"]
-            window: int | None = self._config.get("sliding_window")
-            if self._config.get("model_type") in _ONE_MORE and window:  # a trainer's layers see `window` tokens
-                given += ["--hf-overrides", json.dumps({"sliding_window": window - 1})]
-        if self.sees:
-            if not is_since(version, 0, 32):
-                raise EngineError(
-                    f"engine: vLLM {version} was not tested with a model that sees, and may have no "
-                    "--mm-device-do-normalize; `tandem engine install vllm --version 0.32.0` installs one that was"
-                )
-            # Pixels come normalised, as the trainer sees them. Videos are not known here.
-            given += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
-        if self.device != "cpu":
-            given += ["--gpu-memory-utilization", str(self.memory_share)]
-            if any(self._config.get(key) for key in _NUM_EXPERTS):  # other kernels reorder their weights
-                given += ["--moe-backend", "triton"]
-        else:  # otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot
-            given += ["--no-enable-chunked-prefill"]
-            kinds = self._config.get("layer_types") or ()
-            if _MAMBA in self._config or any(mark in kind for kind in kinds for mark in _RECURRENT):
-                given += ["--no-enable-prefix-caching"]  # vLLM keeps their states by chunks of prompts
-            if self.eager and self._config.get("model_type") in _ROTARY_BY_HEAD:
-                given += ["--compilation-config", _TORCH_ROTARY]
-        return [*given, *self.extra]
 
 
 class VllmProcess:
