@@ -22,6 +22,9 @@ _LOGPROBS = "logprobs match the trainer's"
 _DELTA_NETS = ("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
 """Families that vLLM's CPU build computes in bfloat16 alone, and on a GPU with a choice of kernels."""
 _ON_GPU: dict[str, dict[str, Any]] = {
+    # vLLM 0.26 takes their heads to be as wide as together fill the hidden size.
+    "OLMo3": {"hidden_size": 128},
+    "Cohere2": {"hidden_size": 128},
     "DeepSeek-V3": {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128},
 }
 """Sizes that vLLM's kernels need there."""
