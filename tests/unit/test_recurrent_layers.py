@@ -15,6 +15,7 @@ from tandem.errors import SpecError
 from tandem.model.policy import CausalPolicy
 from tandem.ops import recurrent_layers
 from tandem.ops.byte_sizes import shares_never, shares_unmasked
+from tandem.spec.model import LoraSpec
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.batch_packing import make_batch
 from tandem.types import MicroBatch, Trajectory
@@ -25,7 +26,7 @@ PROMPT = [5, 9, 3, 17, 29]
 ANSWERS = ([1, 2, 3, 4, 5, 6, 7], [11, 12, 13], [21], [31, 32, 33, 34, 35, 36, 37, 38, 39])
 
 
-def policy(**given: Any) -> CausalPolicy:
+def hybrid() -> Any:
     torch.manual_seed(3)
     config = Lfm2Config(
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
@@ -36,7 +37,11 @@ def policy(**given: Any) -> CausalPolicy:
         for each in module.parameters():
             if each.ndim > 1:  # otherwise what one token leaves for the next is as small as rounding
                 each.mul_(8)
-    return CausalPolicy(module, byte_tokenizer(), **given)
+    return module
+
+
+def policy(**given: Any) -> CausalPolicy:
+    return CausalPolicy(hybrid(), byte_tokenizer(), **given)
 
 
 def alibi() -> CausalPolicy:
@@ -129,6 +134,21 @@ def test_a_model_whose_layers_are_not_reached_is_told_apart():
     model = policy()
     why = recurrent_layers.engage(model.module, 3, lambda: scores(model, micro(rows(), tree=True)))
     assert why == "2 of its 3 recurrent layers can compute rows of several sequences"
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=2)])
+def test_kernels_without_a_gradient_are_refused_before_the_first_step(lora: LoraSpec | None):
+    def no_gradient(_: Tensor) -> None:
+        raise RuntimeError("upgrade Triton")
+
+    def planted(_part: Any, _given: Any, told: Tensor) -> None:
+        if told.requires_grad:
+            told.register_hook(no_gradient)
+
+    module = hybrid()
+    module.model.layers[2].conv.in_proj.register_forward_hook(planted)
+    with pytest.raises(SpecError, match="no gradient here: RuntimeError: upgrade Triton"):
+        CausalPolicy(module, byte_tokenizer(), lora=lora)
 
 
 def test_distances_in_the_row_leave_each_sequence_a_row():

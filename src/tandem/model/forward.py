@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
+from tandem.errors import SpecError
 from tandem.ops import attention_masks, packed_attention, recurrent_layers
 from tandem.ops.lm_head import Head
 from tandem.types import ImageRows, MicroBatch, PackedRows
@@ -50,6 +51,7 @@ class Forward:
         self.why_alone = why_alone(module)
         """Why each sequence has a row of its own; empty if sequences can share rows."""
         if self.is_recurrent:
+            _check_gradient(module)
             why_not_compiled = why_not_compiled or "recurrent layers gather their sequences, which is not compiled"
         self.why_masked = (
             self.why_alone
@@ -164,6 +166,22 @@ def why_alone(module: Any) -> str:
         return why
     why_not = _why_not(lambda: _try_sequences(module, num_recurrent))
     return f"{why} ({why_not})" if why_not else ""
+
+
+def _check_gradient(module: Any) -> None:
+    """Raise SpecError if recurrent layers compute no gradient here. That of a gated delta net, by the kernels of
+    flash-linear-attention, is wrong with some versions of Triton: those kernels refuse it, and only in training."""
+    trained = [[each for each in layer.parameters() if each.requires_grad] for layer in _layers(module)]
+    if not (first := next(filter(None, trained), None)):
+        return
+    trial = _Trial(module)
+    try:  # the gradient passes all layers, and that of one small tensor alone is kept
+        torch.autograd.grad(trial.masked().float().sum(), min(first, key=Tensor.numel))
+    except Exception as error:
+        raise SpecError(
+            f"model.path: this model's recurrent layers compute no gradient here: {type(error).__name__}: "
+            f"{str(error)[:500]}; without the package of these kernels torch computes the layers, more slowly"
+        ) from error
 
 
 @torch.no_grad()
