@@ -71,14 +71,16 @@ the suite's environment. Each is `tandem engine check --model` of the family's t
 was loaded and one with weights moved, over one bridge, with a run's proofs; then vLLM answers eight prompts twice.
 **yes** means that the mean difference to the trainer's logprobs is within the check's limit in each of 16 answers; the
 number beside it is the largest, in nats a token. On a CPU both compute in float32, on a GPU (H200) in bfloat16, where
-random weights leave a larger difference than trained ones do.
+random weights leave a larger difference than trained ones do. Gated delta nets (Qwen3-Next, Qwen3.5, Qwen3.5-MoE) are
+computed in bfloat16 on a CPU, too, as vLLM can no other way, and on the GPU with `engine.arguments =
+["--gdn-prefill-backend", "triton"]`: vLLM's choice there needs flashinfer, which that machine lacked.
 
 Layers are read from vLLM's classes (`vllm_worker/layer_readers.py`); what is not known is refused, and nothing is
 served. Experts, gated delta nets, Mamba layers and short convolutions are known for one worker, not for
 `engine.tensor_parallel` above 1. vLLM keeps a Mamba layer's decay as `-exp(A_log)`, and a gated delta net's `A_log` in
-32 bits: such models take versions over `disk`, not over `shared`, and no adapters. On a CPU, vLLM
-computes gated delta nets in bfloat16 alone, and Mamba's first kind not at all; its log says so. Empty cells
-were not measured.
+32 bits: such models take versions over `disk`, not over `shared`, and no adapters. On a CPU, vLLM computes Mamba's first
+kind not at all; its log says so. A few families have other sizes on the GPU, which its kernels or vLLM 0.26 need. Empty
+cells were not measured.
 
 """
 

@@ -128,8 +128,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(standalone_engines, "record_passed", record)
     monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
 
-    def requests(python: str, device: str, model: str = "", bridge: str = "", options: Any = None) -> list[OneCheck]:
-        return [OneCheck(f"requests{model and f' to {model}'}", "passed")]
+    def requests(
+        python: str, device: str, model: str = "", bridge: str = "", dtype: str = "auto", options: Any = None
+    ) -> list[OneCheck]:
+        return [
+            OneCheck(f"requests{model and f' to {model}'}{dtype.removeprefix('auto') and f' in {dtype}'}", "passed")
+        ]
 
     monkeypatch.setattr(engine_commands, "_request_checks", requests)
     return found
@@ -167,14 +171,17 @@ def test_one_model_says_nothing_of_the_version(recorded: list[list[str]], monkey
     assert [str(check) for check in found.checks] == ["shared: requests to mine: passed"]  # the bridge of a run there
     found = check_engine("/p/python", model="mine", bridges=["adapter", "restart"], device="cpu")
     assert [check.name for check in found.checks] == ["adapter: requests to mine", "restart: requests to mine"]
+    found = check_engine("/p/python", model="mine", dtype="bfloat16", device="cpu")
+    assert [check.name for check in found.checks] == ["disk: requests to mine in bfloat16"]
     assert (recorded, asked) == ([], [])
 
 
 def test_a_bridge_that_cannot_be_checked_is_refused(recorded: list[list[str]]):
     with pytest.raises(SpecError, match=r"--bridge = 'inproc': there are shared, broadcast, "):
         check_engine("/p/python", model="mine", bridges=["inproc"], device="cpu")
-    with pytest.raises(SpecError, match="--bridge: name a model, too"):
-        check_engine("/p/python", bridges=["disk"], device="cpu")
+    for given in ({"bridges": ["disk"]}, {"dtype": "float32"}, {"options": {"eager": True}}):
+        with pytest.raises(SpecError, match=r"--(bridge|dtype|set): name a model, too"):
+            check_engine("/p/python", device="cpu", **given)
 
 
 @pytest.mark.parametrize(

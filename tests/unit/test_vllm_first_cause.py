@@ -21,7 +21,7 @@ AT_THE_IMPORT = """
 (APIServer pid=1) ERROR 11-29 12:11:29 [registry.py:1120] RuntimeError: Error raised in subprocess:
 (APIServer pid=1) ERROR 11-29 12:11:29 [registry.py:1120] ModuleNotFoundError: No module named 'torchvision'
 pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
-  Value error, Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected. Please check the logs for more details.
+  Value error, Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected. Please check the logs.
 """
 
 
