@@ -86,11 +86,11 @@ def record(folder: Path) -> Callable[[], None]:
 
 
 async def publish(home: Path, on: mmap.mmap) -> None:
-    from tandem.build import run_engines, training
+    from tandem.build import built_model, run_engines, training
     from tandem.recipes.sync_bench import bench_spec, move_weights
 
     spec = bench_spec("broadcast", "tiny", "cpu", "server", home)
-    model = training.run_model(spec, None)
+    model = built_model.run_model(spec, None)
     joined = run_engines.join(spec, model, home)
     publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, asyncio.to_thread)
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)

@@ -30,7 +30,7 @@ from typing import Any, cast
 import torch
 
 from common import note, table
-from tandem.build import run_engines, training
+from tandem.build import built_model, run_engines, training
 from tandem.errors import LogprobGap
 from tandem.rollout.recorded_producer import record
 from tandem.spec.load import parse_spec
@@ -165,7 +165,7 @@ class Planted:
 
 
 async def batch_gap(
-    engine: Any, trainer: Any, model: training.BuiltModel, asked: list[list[Message]], call: Any
+    engine: Any, trainer: Any, model: built_model.BuiltModel, asked: list[list[Message]], call: Any
 ) -> float:
     prompts = [model.renderer.prompt(each) for each in asked]
     sampling = [Sampling(max_tokens=32, temperature=1.0, seed=seed) for seed in range(len(prompts))]
@@ -180,7 +180,7 @@ async def batch_gap(
 async def one_row(row: str, options: argparse.Namespace, home: Path) -> tuple[list[str], bool]:
     spec = spec_of(row, options.model, options.device, home)
     kind = row.split(":")[2]
-    model = training.model(spec.model, spec.precision, 0, training.settle_torch(spec), 512)
+    model = built_model.model(spec.model, spec.precision, 0, built_model.settle_torch(spec), 512)
     joined = run_engines.join(spec, model, home)
     start = {name: tensor.detach().clone() for name, tensor in model.policy.trainable()}
     named = dict(model.policy.trainable())

@@ -84,11 +84,11 @@ def spec_of(mode: str, model: Path, engine: Mapping[str, Any]) -> Any:
 def train(mode: str, home: Path, number: int, version: int, engine: Mapping[str, Any]) -> int:
     journal = Journal(home / f"trainer-{number}.jsonl")
     logging.getLogger("tandem").addHandler(journal)
-    from tandem.build import training
+    from tandem.build import built_model
     from tandem.errors import TandemError
 
     spec = spec_of(mode, home / "model", engine)
-    model = training.run_model(spec, None)
+    model = built_model.run_model(spec, None)
     try:
         asyncio.run(publish_for_ever(spec, model, home, number, version, journal))
     except TandemError as error:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from standing import checkpoint_of
 
-from tandem.build import standalone_engines, training
+from tandem.build import built_model, standalone_engines
 from tandem.recipes.random_checkpoints import SHAPES
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.model import PathModel
@@ -49,8 +49,8 @@ async def case(shape: str, streams: int, asked: argparse.Namespace) -> dict[str,
     told: dict[str, Any] = {"shape": shape, "streams": streams}
     given: dict[str, list[Completion]] = {}
     for way in asked.ways:
-        device = training.pick_device(asked.device)
-        model = training.model(
+        device = built_model.pick_device(asked.device)
+        model = built_model.model(
             PathModel(path=str(checkpoint_of(made))), Bfloat16Precision(master="none"), 0, device, 0
         )  # fmt: skip
         spec = HfEngineSpec(max_running=streams, kv_gib=asked.kv_gib, eager=way == "eager")

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import note, table
-from tandem.build import standalone_engines, training
+from tandem.build import built_model, standalone_engines
 from tandem.io.child_process import Child
 from tandem.io.jsonl import salvage_jsonl
 from tandem.recipes.plan_run import plan_run
@@ -155,7 +155,7 @@ def measure(name: str, case: dict[str, Any], device: str, python: str, out: Path
     home = ROOT / name.replace(" ", "-")
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    renderer = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, "cpu").renderer
+    renderer = built_model.model(PresetModel(preset="tiny"), Float32Precision(), 0, "cpu").renderer
     if "sft" in name:
         empty, _ = renderer.conversation([{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}])
         write_rows(home / "rows.jsonl", case, len(empty))

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tandem.build import run_engines, standalone_engines, training
+from tandem.build import built_model, run_engines, standalone_engines, training
 from tandem.errors import TandemError
 from tandem.ops.memory_meter import DeviceMemory
 from tandem.recipes.crew import crew_of
@@ -143,7 +143,7 @@ async def check(
 async def of_crew(spec: Any, mode: str, tensor_parallel: int, home: Path, crew: Any) -> dict[str, Any]:
     """`crew`: where several ranks train."""
     note("the trainer loads its model")
-    model = training.run_model(spec, crew)
+    model = built_model.run_model(spec, crew)
     note(f"it has it, on {spec.parallel.ranks} ranks; vLLM starts")
     joined = run_engines.join(spec, model, home, crew=crew)
     proofs: list[Proof] = []

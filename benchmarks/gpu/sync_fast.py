@@ -26,7 +26,7 @@ import torch
 from standing import ask_for_checkpoint, checkpoint_of, standing, used_bytes
 from sync import difference, gap
 
-from tandem.build import run_engines, standalone_engines, training
+from tandem.build import built_model, run_engines, standalone_engines, training
 from tandem.engine.server.engine import ExistingServer, ServerEngine
 from tandem.errors import TandemError
 from tandem.spec.load import parse_spec
@@ -122,7 +122,7 @@ async def of_the_base(engine: dict[str, Any], streams: int) -> list[int]:
 async def measure(mode: str, checkpoint: Path, engine: dict[str, Any], home: Path, arguments: Any) -> dict[str, Any]:
     spec = spec_of(mode, checkpoint, engine, arguments)
     began = time.perf_counter()
-    model = training.run_model(spec, None)
+    model = built_model.run_model(spec, None)
     joined = run_engines.join(spec, model, home)
     proofs: list[Proof] = []
     publisher = run_engines.publisher(joined, model, 600.0, asyncio.to_thread, proofs.append)

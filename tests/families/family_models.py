@@ -9,8 +9,8 @@ import family_images
 import torch
 import transformers
 
-from tandem.build import training
-from tandem.build.training import BuiltModel
+from tandem.build import built_model
+from tandem.build.built_model import BuiltModel
 from tandem.spec.model import LoraSpec, PathModel
 from tandem.spec.precision import Float32Precision, PrecisionSpec
 from tandem.text.tokenizer import byte_tokenizer
@@ -158,7 +158,7 @@ class Bench:
         self, lora: LoraSpec | None = None, path: Path | None = None, precision: PrecisionSpec | None = None
     ) -> BuiltModel:
         spec = PathModel(path=str(path or self.path), lora=lora)
-        return training.model(spec, precision or Float32Precision(), 0, CPU, images=self.place / "images")
+        return built_model.model(spec, precision or Float32Precision(), 0, CPU, images=self.place / "images")
 
     def plain(self, path: Path | None = None) -> Any:
         """The model as transformers alone loads it."""

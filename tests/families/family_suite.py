@@ -22,7 +22,7 @@ from family_models import CPU, FAMILIES, TOKENIZER, Bench
 from torch import Tensor
 
 from tandem.build import run_engines, training
-from tandem.build.training import BuiltModel
+from tandem.build.built_model import BuiltModel
 from tandem.errors import SpecError
 from tandem.io.image_store import ImageStore
 from tandem.ops.byte_sizes import shares_never

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import tandem
-from tandem.build import training
+from tandem.build import built_model, training
 from tandem.errors import ImageError, SpecError
 from tandem.io.image_store import ImageStore
 from tandem.ops.byte_sizes import shares_never
@@ -63,7 +63,7 @@ def test_sft_names_the_colours_of_images_and_cannot_without_them(bench: Bench):
     assert min(taught(bench.built(), blind, 30)) > 0.34  # ln 8 of 6 tokens: one of eight colours, which is a guess
 
 
-def taught(model: training.BuiltModel, rows: list[Trajectory], steps: int) -> list[float]:
+def taught(model: built_model.BuiltModel, rows: list[Trajectory], steps: int) -> list[float]:
     stage = SftStage(steps=steps, lr=1e-2)
     trainer = training.trainer(stage, model, training.sft_algorithm(), 0, 0)
     make = training.batches(stage, model, training.sft_algorithm())
@@ -75,7 +75,7 @@ def test_recomputed_activations_give_the_same_gradient(bench: Bench, activations
     found: list[dict[str, torch.Tensor]] = []
     for each in ("keep", activations):
         spec = PathModel.model_validate({"path": str(bench.path), "activations": each})
-        model = training.model(spec, Float32Precision(), 0, CPU, images=bench.place / "images")
+        model = built_model.model(spec, Float32Precision(), 0, CPU, images=bench.place / "images")
         (micro,) = suite.batch_of(
             [[row] for row in suite.seen(model, ImageStore(bench.place / "images"))], shares_never
         )
@@ -88,7 +88,7 @@ def test_recomputed_activations_give_the_same_gradient(bench: Bench, activations
 
 def test_16_bit_weights_have_a_master_except_in_the_tower(bench: Bench):
     spec = PathModel(path=str(bench.path))
-    model = training.model(spec, Bfloat16Precision(master="split"), 0, CPU, images=bench.place / "images")
+    model = built_model.model(spec, Bfloat16Precision(master="split"), 0, CPU, images=bench.place / "images")
     assert not [name for name in model.master.state() if "visual" in name]
     suite.step(model, given=suite.seen(model, ImageStore(bench.place / "images")))
 
@@ -129,7 +129,7 @@ def test_what_does_not_support_images_is_refused_by_name(bench: Bench):
     for kind, said in (("kto", "'kto': does not support a model that sees"), ("reward_model", "choose another algor")):
         spec = parse_spec({**pairs, "model": {"path": str(bench.path)}, "algorithm": {"kind": kind}})
         with pytest.raises(SpecError, match=said):
-            training.run_model(spec, None, bench.place / "images")
+            built_model.run_model(spec, None, bench.place / "images")
     train = {"steps": 1, "lr": 1e-4, "groups_per_step": 1, "group_size": 2}
     of_run = {"recipe": "rl", "environment": {"name": "arithmetic"}, "train": train}
     rl = {**of_run, "model": {"path": str(bench.path)}}
@@ -138,7 +138,7 @@ def test_what_does_not_support_images_is_refused_by_name(bench: Bench):
         ({"engine": {"kind": "vllm"}, "sync": {"bridge": "shared"}}, "sync.bridge = 'shared'"),
     ):
         with pytest.raises(SpecError, match=said):
-            training.run_model(parse_spec({**rl, **beside}), None, bench.place / "images")
+            built_model.run_model(parse_spec({**rl, **beside}), None, bench.place / "images")
     beside = {"engine": {"kind": "server"}, "sync": {"bridge": "broadcast"}, "parallel": {"ranks": 2}}
     with pytest.raises(SpecError, match=r"(?s)set parallel.ranks = 1\n.*choose 'vllm', or 'hf' without \[sync\]"):
         tandem.run({**rl, **beside}, bench.place / "run")

@@ -10,7 +10,7 @@ import torch
 
 from tandem.bridge.shared import cuda_ipc
 from tandem.bridge.shared.adapter_base import BorrowedBase
-from tandem.build import training
+from tandem.build import built_model
 from tandem.spec.model import LoraSpec, PresetModel
 from tandem.spec.precision import Bfloat16Precision
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def model() -> Any:
     spec = PresetModel(preset="tiny", lora=LoraSpec(rank=4))
-    return training.model(spec, Bfloat16Precision(), 0, torch.device("cuda"))
+    return built_model.model(spec, Bfloat16Precision(), 0, torch.device("cuda"))
 
 
 def engine(end: Any) -> None:

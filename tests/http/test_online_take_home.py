@@ -14,7 +14,7 @@ from online_served import OnlineServer, fact, online_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from tandem.build import training
+from tandem.build import built_model, training
 from tandem.cli.main import app
 from tandem.recipes.serve import find_model, load_model
 from tandem.spec.engine import HfEngineSpec
@@ -44,7 +44,7 @@ ORDINARY = resources.files("tandem.online").joinpath("ordinary_prompts.txt").rea
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnlineServer]:
     home = tmp_path_factory.mktemp("online")
-    made = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu"))
+    made = built_model.model(PresetModel(preset="tiny"), Float32Precision(), 0, built_model.pick_device("cpu"))
     training.export(made, home / "base")
     with online_server(home, SPEC.format(path=home / "base")) as server:
         yield server

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import Train
-from tandem.build import training
+from tandem.build import built_model
 from tandem.model.policy import CausalPolicy
 from tandem.model.presets import make_model
 from tandem.recipes.serve import find_model
@@ -55,5 +55,5 @@ def test_a_run_samples_and_trains_on_few_bits_and_its_export_is_served(train: Tr
     assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
     path, _, version = find_model(str(trained.directory))
     assert version == 2
-    served = training.model(PathModel(path=path), Float32Precision(), 0, torch.device("cpu"))
+    served = built_model.model(PathModel(path=path), Float32Precision(), 0, torch.device("cpu"))
     assert len(served.policy.trainable()) == 46

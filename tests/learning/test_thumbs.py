@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tandem
-from tandem.build import training
+from tandem.build import built_model, training
 from tandem.cli.main import app
 from tandem.io.chat_feedback import ChatStore, feedback_rows, write_rows
 from tandem.spec.model import PresetModel
@@ -81,7 +81,7 @@ def asked(home: Path, question: str) -> str:
 
 
 def test_the_page_goes_all_the_way_to_a_better_model_that_is_served(tmp_path: Path):
-    made = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu"))
+    made = built_model.model(PresetModel(preset="tiny"), Float32Precision(), 0, built_model.pick_device("cpu"))
     training.export(made, tmp_path / "base")
     for name, text in FILES.items():
         scratch = text.replace(f'path = "{HUB}", lora = {{ rank = 16 }}', 'path = "base"').replace("2e-4", "2e-3")

@@ -101,11 +101,11 @@ def cut(run: Path, after: int) -> None:
 
 def on_groups(spec: Any, crew: Any, directory: Path) -> None:
     """Train on recorded groups, as the loop of an RL run does with groups that were sampled."""
-    from tandem.build import training
+    from tandem.build import built_model, training
     from tandem.build.reference import set_reference
 
     directory.mkdir(parents=True)
-    model = training.run_model(spec, crew)
+    model = built_model.run_model(spec, crew)
     algorithm = training.algorithm(spec.algorithm, spec.train.max_tokens)
     set_reference(spec.algorithm, model, spec.precision)
     trainer = training.trainer(spec.train, model, algorithm, 0, spec.seed)

@@ -107,11 +107,11 @@ def trainer_of(crew: Any, tables: dict[str, Any]) -> tuple[Any, Any, Callable[[]
     """Begin with a spec on all ranks; return the trainer, its model, and what takes a step."""
     import random
 
-    from tandem.build import training
+    from tandem.build import built_model, training
 
     crew.order("begin", spec=tables)
     spec = parse_spec(tables)
-    model = training.run_model(spec, crew)
+    model = built_model.run_model(spec, crew)
     algorithm = training.algorithm(spec.algorithm, 8)
     model.policy.keep_reference()
     trainer = training.trainer(spec.train, model, algorithm, 0, 0)

@@ -7,7 +7,7 @@ import torch
 from samples import CPU, algorithm_of, group_of, micro_of
 
 from tandem.algo import sft
-from tandem.build.training import shares_never
+from tandem.ops.byte_sizes import shares_never
 from tandem.protocols import Algorithm
 from tandem.train.batch_packing import make_batch
 from tandem.types import Batch, Group, Totals

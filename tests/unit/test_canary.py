@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.bridge.null import NullBridge
-from tandem.build import run_engines, training
+from tandem.build import built_model, run_engines
 from tandem.engine.null import NullEngine
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineLost, LogprobGap, SyncTimeout
@@ -182,19 +182,19 @@ def test_one_of_a_pool_that_is_lost_over_it_is_left_out() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> training.BuiltModel:
-    return training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu"))
+def tiny() -> built_model.BuiltModel:
+    return built_model.model(PresetModel(preset="tiny"), Float32Precision(), 0, built_model.pick_device("cpu"))
 
 
 @pytest.mark.parametrize("context", [2048, 64, 20, 9])
-def test_a_canary_fits_into_the_engines_context(context: int, tiny: training.BuiltModel) -> None:
+def test_a_canary_fits_into_the_engines_context(context: int, tiny: built_model.BuiltModel) -> None:
     canary = run_engines.canary(replace(tiny, context=context))
     prompts = [canary.prompt_ids, *canary.more_prompts]
     assert min(33, context - 8) <= len(canary.prompt_ids)
     assert all(0 < len(prompt) <= context - canary.doubted_tokens for prompt in prompts)
 
 
-def test_a_canary_asks_the_runs_own_prompts_in_the_models_template(tiny: training.BuiltModel) -> None:
+def test_a_canary_asks_the_runs_own_prompts_in_the_models_template(tiny: built_model.BuiltModel) -> None:
     own: list[list[Message]] = [
         [{"role": "user", "content": f"sort these letters into their order, please: waltz {number}"}]
         for number in range(2)

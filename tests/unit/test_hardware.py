@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from tandem.build import sight, this_machine
-from tandem.build.training import why_not_deterministic
+from tandem.build.built_model import why_not_deterministic
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.recipes import run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.build import training
+from tandem.build import built_model, training
 from tandem.ops import release_host_memory
 from tandem.spec.load import parse_spec
 from tandem.train import memory_accounting
@@ -45,7 +45,7 @@ def test_a_run_says_whether_free_memory_is_given_back(
     spec: Any = parse_spec(
         {"recipe": "sft", "model": {"preset": "tiny"}, "data": data, "train": {"steps": 1, "lr": 1e-3}}
     )
-    model = training.model(spec.model, spec.precision, 0, torch.device("cpu"))
+    model = built_model.model(spec.model, spec.precision, 0, torch.device("cpu"))
     trainer = training.trainer(spec.train, model, training.sft_algorithm(), 0, 0)
     options: list[tuple[str, Any, bool, str]] = []
     training.show_life(trainer, lambda: None, lambda *option: options.append(option))

@@ -13,7 +13,7 @@ from chat_tokenizers import CHATML
 from typer.testing import CliRunner
 
 import tandem
-from tandem.build import standalone_engines, training
+from tandem.build import built_model, standalone_engines, training
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.recipes import plan_run as plan_runs
@@ -131,7 +131,7 @@ def test_what_is_no_model_is_a_finding(tmp_path: Path):
 def adapter(tiny: Path, tmp_path: Path) -> Path:
     """An adapter of `tiny`, as PEFT writes it."""
     spec = PathModel(path=str(tiny), lora=LoraSpec(rank=4))
-    policy = training.model(spec, Float32Precision(), 0, torch.device("cpu")).policy
+    policy = built_model.model(spec, Float32Precision(), 0, torch.device("cpu")).policy
     torch.manual_seed(3)
     with torch.no_grad():
         for name, tensor in policy.trainable():

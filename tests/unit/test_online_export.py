@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.build import online, training
+from tandem.build import built_model, online, training
 from tandem.errors import CheckpointError, RunError
 from tandem.online.job_store import JobStore
 from tandem.online.version_store import VersionStore
@@ -29,7 +29,7 @@ IDS = torch.arange(24)[None]
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base") / "model"
     training.export(
-        training.model(PresetModel(preset="tiny"), Float32Precision(), 0, training.pick_device("cpu")), path
+        built_model.model(PresetModel(preset="tiny"), Float32Precision(), 0, built_model.pick_device("cpu")), path
     )
     return path
 
@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def taught(home: Path, spec: OnlineSpec) -> torch.Tensor:
     """A data directory with version 0, whose weights are no longer those of the base; its logits."""
     keep_spec(spec, home)
-    model = training.model(spec.model, spec.precision, spec.seed, training.pick_device("cpu"))
+    model = built_model.model(spec.model, spec.precision, spec.seed, built_model.pick_device("cpu"))
     online.choose_trained(spec, model)
     live = dict(model.policy.trainable())
     torch.manual_seed(1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.algo import sft
-from tandem.build import engaged, training
+from tandem.build import built_model, engaged
 from tandem.errors import SpecError
 from tandem.model import forward
 from tandem.model.presets import make_model
@@ -182,7 +182,7 @@ def quickstart(**model: Any) -> dict[str, Any]:
 
 def test_a_run_says_that_it_was_asked_for_and_is_not_had() -> None:
     spec = parse_spec(quickstart(attention="packed", compile=True))
-    made = training.model(spec.model, spec.precision, 0, training.pick_device("cpu"))
+    made = built_model.model(spec.model, spec.precision, 0, built_model.pick_device("cpu"))
     told = {name: (asked, engaged, why_not) for name, asked, engaged, why_not in engaged.options(spec, made)}
     assert told["model.attention"] == ("packed", False, "the kernel is for GPUs")
     assert told["model.compile"] == (True, False, "the kernel is for GPUs")

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tandem.build import training
+from tandem.build import built_model, training
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.ops import byte_sizes as sizes
@@ -253,7 +253,7 @@ def test_what_a_step_accounts_for_and_what_is_saved_are_planned(tmp_path, precis
         {"batch_size": rows, "micro_tokens": rows * length, "optimizer": optimizer},
         precision={"weights": precision.weights},
     )
-    model = training.model(spec.model, precision, 0, torch.device("cpu"))
+    model = built_model.model(spec.model, precision, 0, torch.device("cpu"))
     trainer = training.trainer(spec.train, model, training.sft_algorithm(), 0, 0)
     found = trainer.step(batch(spec, model, rows, length))
     plan = plan_run(spec, gpu="cpu", row_tokens=length)
@@ -286,7 +286,7 @@ def test_room_for_checkpoints_is_planned_where_they_are_saved_beside_training():
     assert save.peak_gib == pytest.approx(always + copies + CPU.context_gib, rel=0.001)
 
 
-def batch(spec: Any, model: training.BuiltModel, rows: int, length: int) -> Any:
+def batch(spec: Any, model: built_model.BuiltModel, rows: int, length: int) -> Any:
     rng = random.Random(0)
     trained, zeros = [False] + [True] * (length - 1), [0.0] * length
     groups = [
@@ -299,7 +299,7 @@ def batch(spec: Any, model: training.BuiltModel, rows: int, length: int) -> Any:
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=8)])
 def test_every_trained_tensor_is_known_by_its_shape(preset, lora):
     spec = PresetModel(preset=preset, lora=lora)
-    policy = training.model(spec, Float32Precision(), 0, torch.device("cpu")).policy
+    policy = built_model.model(spec, Float32Precision(), 0, torch.device("cpu")).policy
     ours = sorted(tuple(tensor.shape) for _, tensor in policy.trainable())
     assert sorted(dims for dims, _ in trained_tensors(read_shape(spec), lora)) == ours
     assert len(byte_tokenizer()) == BYTE_VOCABULARY

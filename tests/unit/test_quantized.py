@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainers import make_group, make_step
 
-from tandem.build import training
+from tandem.build import built_model
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.errors import SpecError
 from tandem.model import quantized_base
@@ -50,9 +50,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def built(path: str, base: Any, precision: Any = None, **options: Any) -> training.BuiltModel:
+def built(path: str, base: Any, precision: Any = None, **options: Any) -> built_model.BuiltModel:
     lora = LoraSpec(rank=4, base=base)
-    return training.model(PathModel(path=path, lora=lora, **options), precision or Float32Precision(), 0, CPU)
+    return built_model.model(PathModel(path=path, lora=lora, **options), precision or Float32Precision(), 0, CPU)
 
 
 def refusal(path: str, base: Base, **options: Any) -> str:
@@ -210,7 +210,9 @@ def test_an_export_has_all_its_bits_and_the_policy_s_logits(saved: str, base: Ba
     assert (expected - zero).abs().max() > 0.1
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert load_file(tmp_path / "model.safetensors").keys() == load_file(Path(saved) / "model.safetensors").keys()
-    served = training.model(PathModel(path=str(tmp_path)), Float32Precision(), 0, CPU).policy.module  # as `serve` does
+    served = built_model.model(
+        PathModel(path=str(tmp_path)), Float32Precision(), 0, CPU
+    ).policy.module  # as `serve` does
     torch.testing.assert_close(logits(served), expected, atol=1e-3, rtol=0)
     assert torch.equal(logits(policy.module), expected), "exporting leaves the policy as it was"
 

@@ -17,7 +17,7 @@ from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory on a machine with a GPU, where vLLM is installed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(serve.training, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(serve.built_model, "pick_device", lambda _: torch.device("cuda"))
     python = tmp_path / ".tandem" / "vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
@@ -58,7 +58,7 @@ def test_a_run_that_sampled_with_a_vllm_of_its_own_is_served_by_it(vllm: Path, t
 def test_a_setting_of_one_engine_chooses_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert engine_here("model", ["kv_gib=2"]) == HfEngineSpec(kv_gib=2)
     assert said(capsys) == "the embedded engine serves: vLLM does not have the setting kv_gib"
-    monkeypatch.setattr(serve.training, "pick_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(serve.built_model, "pick_device", lambda _: torch.device("cpu"))
     assert engine_here("model") == HfEngineSpec()
     assert said(capsys) == "the embedded engine serves: there is no GPU"
     assert engine_here("model", ["memory_share=0.5"]) == VllmEngineSpec(memory_share=0.5)

@@ -11,7 +11,7 @@ import torch
 from chat_tokenizers import CHATML, chatml_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from tandem.build import training
+from tandem.build import built_model, training
 from tandem.errors import TemplateError
 from tandem.spec.model import LoraSpec, PathModel
 from tandem.spec.precision import Float32Precision
@@ -87,7 +87,9 @@ def test_an_export_ends_where_the_template_ends_a_turn(lora: LoraSpec | None, tm
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "odd")
     tokenizer.save_pretrained(tmp_path / "odd")
-    model = training.model(PathModel(path=str(tmp_path / "odd"), lora=lora), Float32Precision(), 0, torch.device("cpu"))
+    model = built_model.model(
+        PathModel(path=str(tmp_path / "odd"), lora=lora), Float32Precision(), 0, torch.device("cpu")
+    )
     training.export(model, tmp_path / "export")
     model.policy.deployer()(dict(model.policy.trainable()), tmp_path / "deployed")
     for place in ("export", "deployed"):

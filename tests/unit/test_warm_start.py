@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainers import make_group, make_step
 
-from tandem.build import training
+from tandem.build import built_model
 from tandem.build.reference import set_reference
 from tandem.errors import SpecError
 from tandem.model.load_checkpoint import load_model
@@ -33,8 +33,8 @@ LORA = LoraSpec(rank=4, alpha=8.0)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def built(spec: ModelSpec, precision: PrecisionSpec | None = None) -> training.BuiltModel:
-    return training.model(spec, precision or Float32Precision(), 0, CPU)
+def built(spec: ModelSpec, precision: PrecisionSpec | None = None) -> built_model.BuiltModel:
+    return built_model.model(spec, precision or Float32Precision(), 0, CPU)
 
 
 def logits(module: Any) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm_cpu import PYTHON
 
-from tandem.build import standalone_engines, training
+from tandem.build import built_model, standalone_engines
 from tandem.recipes import engine_commands
 from tandem.spec.model import PresetModel
 from tandem.spec.precision import Float32Precision
@@ -35,7 +35,7 @@ def test_it_passes_all_that_a_cpu_allows_and_is_recorded(tmp_path: Path, monkeyp
 
 @pytest.mark.timeout(600)
 def test_one_model_is_compared_by_prompts_of_its_own(tmp_path: Path):
-    preset = training.model(PresetModel(preset="tiny"), Float32Precision(), 0, torch.device("cpu"))
+    preset = built_model.model(PresetModel(preset="tiny"), Float32Precision(), 0, torch.device("cpu"))
     preset.policy.export(tmp_path)
     found = engine_commands.check_engine(str(PYTHON), model=str(tmp_path), device="cpu", tell=print)
     assert found.passed

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tandem.build import optimizers, training
+from tandem.build import built_model, optimizers, training
 from tandem.errors import SpecError, SyncError
 from tandem.io import own_code
 from tandem.io.file_system import file_system_of
@@ -39,7 +39,7 @@ def device_of(spec: RunSpec, local_rank: int, local_ranks: int) -> torch.device:
     """Return the device of the rank that is number `local_rank` on its host; on a CPU, share its threads."""
     import torch
 
-    device = training.pick_device(spec.device)
+    device = built_model.pick_device(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
@@ -108,7 +108,7 @@ def lead(spec: RunSpec, store: Any, *, local_rank: int, local_ranks: int, childr
     """Meet the other ranks as rank 0, and tell them the spec."""
     from tandem.train.crew import Crew
 
-    training.import_model_code(spec)  # while the other ranks do
+    built_model.import_model_code(spec)  # while the other ranks do
     crew = Crew(
         store,
         0,
@@ -155,7 +155,7 @@ def follow(
 
     threading.Thread(target=wait_for_signal, name="signals", daemon=True).start()
     device = device_of(spec, local_rank, local_ranks)
-    training.import_model_code(spec)
+    built_model.import_model_code(spec)
     crew = Crew(store, rank, ranks, device=device, deadline_s=spec.parallel.deadline_s)
     met.append(crew)
     met_others()
@@ -243,7 +243,7 @@ class Member:
                     "the same file there"
                 )
         self._crew.row_shards = self._spec.parallel.row_shards
-        training.settle_torch(self._spec)
+        built_model.settle_torch(self._spec)
         self._crew.handle("see", self._see)
         self._crew.handle("file_system", lambda path: file_system_of(Path(path)))
         self._crew.handle("model", self._model)
@@ -256,9 +256,9 @@ class Member:
         paths = [Path(path), *filter(None, [self._directory])]
         return next(filter(None, (why_unseen(each, token, self._crew.tick) for each in paths)), "")
 
-    def _model(self, max_context: int) -> training.BuiltModel | None:
+    def _model(self, max_context: int) -> built_model.BuiltModel | None:
         spec = self._spec
-        self.built = training.model(
+        self.built = built_model.model(
             spec.model, spec.precision, spec.seed, self._crew.device, max_context, crew=self._crew,
             parallel=settled(spec.parallel, deterministic=spec.deterministic),
             in_engine=isinstance(spec, RlSpec) and spec.sync.traits.shares_memory,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.build.training import BuiltModel, why_not_deterministic
+from tandem.build.built_model import BuiltModel, why_not_deterministic
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.environment import only_scores
 from tandem.spec.optim import AdamWOffloadSpec

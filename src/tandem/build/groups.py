@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.build.training import BuiltModel, its_spec
+from tandem.build.built_model import BuiltModel
+from tandem.build.training import its_spec
 from tandem.errors import SpecError
 from tandem.protocols import Algorithm, Demonstrator, Environment, Producer, RolloutStore, Trainer
 from tandem.spec.rollouts import ServiceRollouts

@@ -39,7 +39,7 @@ def scorer(spec: RewardModelJudgeSpec) -> Callable[[Sequence[Message]], float]:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from tandem.build.training import pick_device
+    from tandem.build.built_model import pick_device
     from tandem.model.load_checkpoint import load_whole, refuse_unfit
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.build import optimizers, run_engines, standalone_engines, training
+from tandem.build import built_model, optimizers, run_engines, standalone_engines, training
 from tandem.data.conversation import Conversation
 from tandem.engine.restartable import RestartableEngine, Under
 from tandem.errors import SpecError
@@ -48,8 +48,8 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
 
     torch.set_num_threads(spec.trainer_threads)
     torch.manual_seed(spec.seed)
-    device = training.pick_device(spec.device)
-    model = training.model(spec.model, spec.precision, spec.seed, device)
+    device = built_model.pick_device(spec.device)
+    model = built_model.model(spec.model, spec.precision, spec.seed, device)
     trained = choose_trained(spec, model)
     optimizer = optimizers.optimizer(
         model.policy.trainable(),
@@ -126,7 +126,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
     )
 
 
-def choose_trained(spec: OnlineSpec, model: training.BuiltModel) -> dict[str, Any]:
+def choose_trained(spec: OnlineSpec, model: built_model.BuiltModel) -> dict[str, Any]:
     """Enable gradients only for the weights of `train.parts`; return what was requested, what is engaged, and why."""
     requested, named = spec.train.parts, dict(model.policy.trainable())
     if spec.model.lora is not None:
@@ -145,7 +145,7 @@ def choose_trained(spec: OnlineSpec, model: training.BuiltModel) -> dict[str, An
     return {"requested": requested, "engaged": "down", "why_not": ""}
 
 
-def _frozen_norm(model: training.BuiltModel) -> float:
+def _frozen_norm(model: built_model.BuiltModel) -> float:
     """Return the norm of all weights that are not trained."""
     frozen = [tensor for tensor in model.policy.module.parameters() if not tensor.requires_grad]
     return sum(tensor.detach().float().square().sum().item() for tensor in frozen) ** 0.5
@@ -177,7 +177,7 @@ def algorithm(teaching: Teaching, judge: JudgedAnswers | None) -> Algorithm:
     return anchored(made, teaching.kl_coef)
 
 
-def _bridge(spec: OnlineSpec, device: Any, model: training.BuiltModel) -> tuple[WeightBridge, BorrowedBase | None]:
+def _bridge(spec: OnlineSpec, device: Any, model: built_model.BuiltModel) -> tuple[WeightBridge, BorrowedBase | None]:
     """Build the bridge to the engine, which sends a copy of every version. With adapters, also the link to the engine's
     base weights, which the trainer process reads on the engine's GPU instead of holding its own."""
     if spec.model.lora is not None:
@@ -209,7 +209,7 @@ def held_out_rows(spec: OnlineSpec) -> Sequence[Conversation]:
     return found
 
 
-def _held_out(spec: OnlineSpec, model: training.BuiltModel) -> list[Trajectory]:
+def _held_out(spec: OnlineSpec, model: built_model.BuiltModel) -> list[Trajectory]:
     if not (rows := held_out_rows(spec)):
         return []
     found = [record(model.renderer, row.messages, f"{row.source}:{row.row}") for row in rows]
@@ -221,7 +221,7 @@ def _held_out(spec: OnlineSpec, model: training.BuiltModel) -> list[Trajectory]:
     return found
 
 
-def _canaries(spec: OnlineSpec, model: training.BuiltModel) -> list[CanaryPrompt]:
+def _canaries(spec: OnlineSpec, model: built_model.BuiltModel) -> list[CanaryPrompt]:
     found: list[CanaryPrompt] = []
     for number, each in enumerate(spec.gates.canaries):
         prompt = model.renderer.prompt([{"role": "user", "content": each.prompt}])
@@ -265,10 +265,10 @@ def alone(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
     import torch
 
     torch.set_num_threads(spec.engine_threads)
-    device = training.pick_device(spec.device)
+    device = built_model.pick_device(spec.device)
     exact = isinstance(spec.precision, Float32Precision)
     precision = spec.precision if exact else Bfloat16Precision(master="none")  # this process does not train
-    model = training.model(_plain(spec.model), precision, spec.seed, device, spec.engine.max_context)
+    model = built_model.model(_plain(spec.model), precision, spec.seed, device, spec.engine.max_context)
     return standalone_engines.embedded_of(spec.engine, model)
 
 
@@ -283,7 +283,7 @@ def _vllm(spec: OnlineSpec, data_dir: Path) -> standalone_engines.Alone:
     lora = spec.model.lora
     options = standalone_engines.vllm_options(
         spec.engine,
-        device=training.pick_device(spec.device).type,
+        device=built_model.pick_device(spec.device).type,
         dtype="float32" if isinstance(spec.precision, Float32Precision) else "bfloat16",
         adapter_slots=0 if lora is None else 2,
         max_rank=16 if lora is None else lora.rank,
@@ -318,7 +318,7 @@ def starting_model(spec: OnlineSpec, data_dir: Path) -> Path:
     path = (data_dir / "model").resolve()
     if not path.exists():
         assert isinstance(spec.model, PathModel | PresetModel)
-        model = training.model(_plain(spec.model), Float32Precision(), spec.seed, training.pick_device("cpu"))
+        model = built_model.model(_plain(spec.model), Float32Precision(), spec.seed, built_model.pick_device("cpu"))
         training.export(model, path)
     return path
 

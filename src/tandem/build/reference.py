@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.build.training import BuiltModel
+from tandem.build.built_model import BuiltModel
 from tandem.errors import SpecError
 from tandem.spec.algorithm import AlgorithmSpec, DistillSpec
 from tandem.spec.precision import Bfloat16Precision, PrecisionSpec

@@ -36,7 +36,7 @@ from tandem.spec.sync import (
 from tandem.types import Message, Proof
 
 if TYPE_CHECKING:
-    from tandem.build.training import BuiltModel
+    from tandem.build.built_model import BuiltModel
     from tandem.train.crew import Crew
     from tandem.train.crew_bridge import BridgeOfRanks
 

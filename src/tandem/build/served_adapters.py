@@ -19,7 +19,7 @@ from tandem.spec.precision import PrecisionSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tandem.build.training import BuiltModel
+    from tandem.build.built_model import BuiltModel
     from tandem.spec.model import ModelSpec
     from tandem.spec.run import RunSpec
 
@@ -137,10 +137,10 @@ def _side_by_side(placed: Sequence[_Placed]) -> list[list[_Placed]]:
 
 def base_of_run(run_dir: Path, precision: PrecisionSpec, device: Any, max_context: int) -> BuiltModel:
     """Build the base under a run's adapter, as its trainer did, but for its precision."""
-    from tandem.build import training
+    from tandem.build import built_model
 
     spec, model = _base_spec(run_dir)
-    return training.model(model, precision, spec.seed, device, max_context)
+    return built_model.model(model, precision, spec.seed, device, max_context)
 
 
 def base_directory(run_dir: Path, preset_into: Path) -> str:

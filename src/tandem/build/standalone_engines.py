@@ -19,7 +19,7 @@ from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.precision import Bfloat16Precision, Float32Precision
 
 if TYPE_CHECKING:
-    from tandem.build.training import BuiltModel
+    from tandem.build.built_model import BuiltModel
     from tandem.engine.hf.engine import EmbeddedEngine
     from tandem.engine.vllm.options import VllmOptions
     from tandem.engine.vllm.process import VllmProcess
@@ -75,11 +75,11 @@ def _embedded(model: BuiltModel, spec: HfEngineSpec | ServerEngineSpec, **option
 
 def embedded_alone(spec: ServerEngineSpec, path: str, *, device: str, dtype: str, thinking: bool) -> Alone:
     """Load a model and build the embedded engine that serves it. It computes off the event loop, so HTTP can answer."""
-    from tandem.build import training
+    from tandem.build import built_model
 
     precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")  # nothing is trained
-    torch_device = training.pick_device(cast("Any", device))
-    model = training.model(PathModel(path=path, thinking=thinking), precision, 0, torch_device, spec.max_context)
+    torch_device = built_model.pick_device(cast("Any", device))
+    model = built_model.model(PathModel(path=path, thinking=thinking), precision, 0, torch_device, spec.max_context)
     return embedded_of(spec, model)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from tandem.build.built_model import pick_device
 from tandem.build.standalone_engines import default_python
-from tandem.build.training import pick_device
 from tandem.errors import SpecError
 from tandem.spec.hardware import Hardware
 

@@ -1,28 +1,25 @@
-"""Build the training side of a run from its spec: environment, model, algorithm, optimizer, trainer and store."""
+"""Build the training side of a run from its spec: environment, algorithm, trainer, batches and data."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from tandem.build import optimizers, sight
+from tandem.build import optimizers
+from tandem.build.built_model import BuiltModel
 from tandem.errors import SpecError
-from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_recurrent, shares_unmasked
+from tandem.ops.byte_sizes import shares_never
 from tandem.protocols import Algorithm, Credit, Environment, Trainer
 from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.environment import EnvironmentSpec
-from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.optim import OwnOptimizerSpec
 from tandem.spec.own import OwnAlgorithmSpec
-from tandem.spec.parallel import ONE_PROCESS, ParallelSpec, settled
-from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
-from tandem.spec.preference import DpoSpec, PreferenceAlgorithm, RewardModelSpec
+from tandem.spec.preference import DpoSpec, PreferenceAlgorithm
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
 from tandem.spec.train import RlStage, SftStage, Stage, WarmupStage
 from tandem.types import Batch, Group, Metrics, Trajectory
@@ -33,10 +30,6 @@ if TYPE_CHECKING:
     from tandem.data.preference_pairs import Pair
     from tandem.data.rated_answers import Rated
     from tandem.env.installed import InstalledPackages
-    from tandem.model.policy import CausalPolicy
-    from tandem.optim.master_weights import Master
-    from tandem.text.renderer import Renderer
-    from tandem.train.crew import Crew
     from tandem.train.logprob_gap import CalibratedLimit
 
 # Imports stand inside the functions, so that a run loads only what its spec needs, and wrong specs fail before torch.
@@ -68,211 +61,6 @@ def close(environment: Environment | None) -> None:
 
     if isinstance(environment, WorkerEnvironment):
         environment.close()
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltModel:
-    """A policy with its renderer, on its device."""
-
-    policy: CausalPolicy
-    renderer: Renderer
-    device: Any
-    context: int
-    """Most tokens of a sequence, prompt and completion together."""
-    master: Master
-    """The master weights; all stages of a run share them, as they share the model."""
-    crew: Crew | None = None
-    """The ranks that hold the model together; None: this process has all of it."""
-    num_shares: int = 1
-    """Micro-batches come in multiples of this."""
-    sums_by_step: bool = False
-    """Each rank adds up its own gradients first: what became of parallel.sums."""
-
-    @property
-    def shares(self) -> Shares:
-        """Return the rule for when the samples of a group share one copy of their prompt."""
-        if self.policy.forward.why_alone:
-            return shares_never
-        hidden: int = self.policy.module.config.get_text_config().hidden_size
-        shares = shares_unmasked if self.policy.forward.shares_freely else shares_masked(hidden)
-        return shares_recurrent(shares) if self.policy.forward.is_recurrent else shares
-
-    @property
-    def num_ids(self) -> int:
-        return len(self.renderer.tokenizer)
-
-
-def settle_torch(spec: RunSpec) -> Any:
-    """Seed torch and set determinism for the whole process; return the spec's device."""
-    import torch
-
-    torch.manual_seed(spec.seed)
-    device = pick_device(spec.device)
-    if wanted := not why_not_deterministic(spec, device):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at the first product
-    torch.use_deterministic_algorithms(wanted)
-    # Filling fresh memory with NaN finds bugs, not differences, and costs time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    return device
-
-
-def why_not_deterministic(spec: RunSpec, device: Any) -> str:
-    """Return why torch's deterministic kernels are not asked for; empty if they are."""
-    of_gpu = "on a GPU only SFT and preference training give equal bytes"
-    why_not = of_gpu if isinstance(spec, RlSpec) and device.type != "cpu" else ""
-    return why_not if spec.deterministic else "deterministic = false"
-
-
-def import_model_code(spec: RunSpec) -> None:
-    """Import what every model needs. Ranks do so before they meet: from a slow disk it takes minutes, and a rank that
-    makes no progress in an order for `parallel.deadline_s` is taken for lost."""
-    import transformers.generation.utils  # noqa: F401
-
-    if spec.model.lora is not None:
-        from tandem.model.lora import quiet_bitsandbytes
-
-        quiet_bitsandbytes()
-        import peft  # noqa: F401
-
-
-def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
-    """Return the torch device for a spec's `device`."""
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise SpecError("device = 'cuda': torch finds no GPU; set device = 'cpu', or install a CUDA build of torch")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def run_model(spec: RunSpec, crew: Crew | None, images: Path | None = None) -> BuiltModel:
-    """Build the model of a run: in this process, or on all ranks of the crew. `images`: where the run keeps its images;
-    None: a model that sees gets text only."""
-    device = settle_torch(spec)
-    max_context = getattr(getattr(spec, "engine", None), "max_context", 0)  # SFT has no engine
-    if crew is not None:
-        return crew.order("model", max_context=max_context)[0]
-    scores = isinstance(spec, PreferenceSpec) and isinstance(spec.algorithm, RewardModelSpec)
-    parallel = settled(spec.parallel, deterministic=spec.deterministic)
-    built = model(
-        spec.model, spec.precision, spec.seed, device, max_context, parallel=parallel, scores=scores, images=images
-    )  # fmt: skip
-    sight.refuse_unsupported(spec, built.policy.vision is not None)
-    return built
-
-
-def model(
-    spec: ModelSpec,
-    precision: PrecisionSpec,
-    seed: int,
-    device: Any,
-    max_context: int = 0,
-    *,
-    crew: Crew | None = None,
-    parallel: ParallelSpec = ONE_PROCESS,
-    scores: bool = False,
-    in_engine: bool = False,
-    images: Path | None = None,
-) -> BuiltModel:
-    """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
-    rank calls this, and keeps its rows. `scores`: make it a reward model. `in_engine`: ranks will train in the memory
-    of an engine's workers. `images`: a directory, for a model that sees."""
-    from transformers.utils import logging as transformers_logging
-
-    from tandem.model.cast_precision import narrow
-    from tandem.model.policy import CausalPolicy
-    from tandem.model.presets import make_model
-    from tandem.model.quantized_base import quantized_parts
-    from tandem.model.reward_head import RewardPolicy, with_reward_head
-    from tandem.model.warm_start import begin_with, is_adapter_start
-    from tandem.text.renderer import Renderer
-    from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
-
-    transformers_logging.disable_progress_bar()  # the live view is the one that draws
-    adapter = spec.warm_start if spec.warm_start and spec.lora and is_adapter_start(spec.warm_start) else None
-    warm_start = spec.warm_start if adapter is None else None
-    module: Any = None  # where ranks read rows of the files themselves
-    if isinstance(spec, PresetModel):
-        tokenizer = byte_tokenizer()
-        module = make_model(spec.preset, tokenizer, seed, spec.kernel)
-    else:
-        tokenizer = load_tokenizer(spec.path, spec.revision)
-        if crew is None or warm_start is not None:
-            module = existing_model(spec, precision, device)
-    if warm_start is not None:
-        module = begin_with(module, warm_start)  # before narrow, so that no bit of 32 is lost
-    way_out = "set parallel.ranks = 1" if crew else "choose another algorithm.kind" if scores else ""
-    source, processor = sight.of_model(spec, module, images, way_out)
-    renderer = Renderer(tokenizer, thinking=spec.thinking, images=source)
-    kind = CausalPolicy
-    if scores:
-        kind, module = RewardPolicy, with_reward_head(module, tokenizer, renderer.end_id)
-    master_weights = master(precision, seed, adapters=spec.lora is not None)
-    options: dict[str, Any] = {
-        "lora": spec.lora, "adapter": adapter, "activations": spec.activations, "packed": spec.attention == "packed",
-        "compiled": spec.compile, "end_ids": renderer.end_ids, "never_ends": renderer.never_ends,
-        "images": source, "processor": processor,
-    }  # fmt: skip
-    policy: Any
-    if crew is not None:
-        from tandem.build.crew import policy_by_rows
-
-        policy = policy_by_rows(
-            spec, module, tokenizer, precision, master_weights, crew, parallel, options, in_engine=in_engine
-        )
-        module = policy.module
-    else:
-        if isinstance(precision, Bfloat16Precision) and not quantized_parts(module):
-            narrow(module, device, master_weights.adopt if master_weights.keeps_bits else None)
-        module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto it
-        policy = kind(module, tokenizer, **options)
-    model_context = module.config.get_text_config().max_position_embeddings
-    context = min(max_context or model_context, model_context)
-    by_step = parallel.sums == "step" if crew is None else crew.sums_by_step
-    return BuiltModel(policy, renderer, device, context, master_weights, crew, parallel.num_shares, by_step)
-
-
-def tokenizer_from_scratch(idle: int) -> Any:
-    """Return the presets' byte-level tokenizer, with `idle` unused ids added."""
-    from tandem.text.tokenizer import byte_tokenizer
-
-    return byte_tokenizer(idle)
-
-
-def existing_model(spec: PathModel, precision: PrecisionSpec, device: Any) -> Any:
-    """Load the model of `model.path`, quantised if `model.lora.base` asks for it."""
-    import torch
-
-    from tandem.model.load_checkpoint import load_model
-    from tandem.model.quantized_base import load_quantized
-
-    if spec.lora is None or spec.lora.base == "exact":
-        return load_model(spec.path, spec.revision, spec.kernel)
-    dtype = torch.bfloat16 if isinstance(precision, Bfloat16Precision) else torch.float32
-    return load_quantized(spec.path, spec.revision, spec.kernel, base=spec.lora.base, dtype=dtype, device=device)
-
-
-def master(precision: PrecisionSpec, seed: int, *, adapters: bool) -> Master:
-    """Build the store of the bits that 16-bit weights lack. `adapters`: only adapters are trained."""
-    from tandem.optim import master_weights as masters
-
-    if adapters or isinstance(precision, Float32Precision):
-        return masters.Float32()  # adapters are small, so they stay in float32 even if the base has 16 bits
-    if precision.master == "split":
-        return masters.SplitMaster()
-    if precision.master == "fp32":
-        return masters.Fp32Copy()
-    return masters.Stochastic(seed) if precision.master == "stochastic" else masters.InPlace()
-
-
-def why_not_ranks(model: BuiltModel, path: str) -> str:
-    """Return why several ranks cannot read this model's files by rows; empty if they can."""
-    from tandem.model.load_rows import refuse_converted
-
-    try:
-        refuse_converted(model.policy.module, path, "model.path")
-    except SpecError as error:
-        return str(error)
-    return ""
 
 
 def algorithm(spec: AlgorithmSpec, max_tokens: int) -> Algorithm:

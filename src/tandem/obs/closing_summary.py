@@ -123,8 +123,12 @@ def _has_gguf(config: Path) -> bool:
     return True
 
 
-def _is_hybrid(config: Path) -> bool:
-    """Return whether a model has recurrent layers, which the embedded engine does not serve."""
+def _needs_vllm(config: Path) -> bool:
+    """Return whether the config of an export names layers that the embedded engine refuses.
+
+    The engine itself asks `check_attention` (ops/attention_masks.py) about the loaded config, where transformers has
+    filled in the kinds of all layers. The file may lack them, so keys of mamba layers count, too.
+    """
     try:
         whole = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -147,8 +151,8 @@ def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
     elif (run_dir / "export").exists():
         config = run_dir / "export" / "config.json"
         commands = [
-            *([] if (hybrid := _is_hybrid(config)) else [(f"{tandem} chat {run}", "talk to the model")]),
-            (f"{tandem} serve {run}{' --engine vllm' * hybrid}", "an OpenAI-compatible API on this machine"),
+            *([] if (needs_vllm := _needs_vllm(config)) else [(f"{tandem} chat {run}", "talk to the model")]),
+            (f"{tandem} serve {run}{' --engine vllm' * needs_vllm}", "an OpenAI-compatible API on this machine"),
             (f"{tandem} env new my_env", "a task of your own to train on")
             if status.get("recipe") == "rl"
             else (f"{tandem} export {run} --gguf q8_0", "a file for llama.cpp and Ollama")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from tandem.build import run_engines, standalone_engines, training
+from tandem.build import built_model, run_engines, standalone_engines, training
 from tandem.errors import SpecError, TandemError
 from tandem.protocols import Engine, Trainer
 from tandem.recipes import sync_bench
@@ -25,7 +25,7 @@ from tandem.spec.load import with_values
 from tandem.types import Completion, Sampling
 
 if TYPE_CHECKING:
-    from tandem.build.training import BuiltModel
+    from tandem.build.built_model import BuiltModel
     from tandem.spec.run import RlSpec
 
 CHECKED_BRIDGES = tuple(name for name, traits in BRIDGES.items() if not traits.in_process)
@@ -116,7 +116,7 @@ def check_engine(
 
 
 def _picked(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    return device if device != "auto" else training.pick_device("auto").type
+    return device if device != "auto" else built_model.pick_device("auto").type
 
 
 def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[OneCheck]:
@@ -190,7 +190,7 @@ def _request_checks(
         if path:
             lora = {} if spec.model.lora is None else {"lora": spec.model.lora.model_dump()}
             spec = cast("RlSpec", with_values(spec, {"model": {"path": path, **lora}}))
-        model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
+        model = built_model.model(spec.model, spec.precision, spec.seed, built_model.settle_torch(spec))
         if path:
             longest: int = model.policy.module.config.get_text_config().max_position_embeddings
             spec = cast("RlSpec", with_values(spec, {"engine.max_context": min(longest, _CONTEXT)}))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from tandem.build import training
+from tandem.build import built_model, training
 from tandem.build.ollama import ollama_modelfile
 from tandem.errors import ArtifactError, RunError, TemplateError
 from tandem.io import atomic_write
@@ -142,7 +142,7 @@ def _saved_steps(run_dir: Path) -> str:
 
 def _write_merged(spec: RunSpec, checkpoint: Path, place: Path) -> None:
     """Write the whole model of a checkpoint with its adapter merged in."""
-    model = training.model(spec.model, spec.precision, spec.seed, training.pick_device(spec.device))
+    model = built_model.model(spec.model, spec.precision, spec.seed, built_model.pick_device(spec.device))
     training.load_weights(model, checkpoint)
     model.policy.export(place)
     shutil.rmtree(place / "adapter")

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tandem.build import run_engines, standalone_engines, training
+from tandem.build import built_model, run_engines, standalone_engines, training
 from tandem.errors import SpecError, TandemError
 from tandem.io.bounded_json import read_json
 from tandem.io.gguf.source import gguf_of
@@ -32,7 +32,7 @@ from tandem.spec.run import RunSpec, SftSpec
 from tandem.types import Sampling, Trajectory
 
 if TYPE_CHECKING:
-    from tandem.build.training import BuiltModel
+    from tandem.build.built_model import BuiltModel
 
 QUESTION = "What is the capital of France?"
 _TOKENS, _ROW_TOKENS = 24, 1024
@@ -89,7 +89,7 @@ def check_model(
     try:
         spec, adapter = _spec(str(source), revision)
         precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")
-        model = training.model(spec, precision, 0, training.pick_device("auto"))
+        model = built_model.model(spec, precision, 0, built_model.pick_device("auto"))
     except (TandemError, ValueError) as error:
         check.findings.append(str(error))
         return check
@@ -186,7 +186,7 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     found["model.lora.base"] = "int8, nf4" if find_spec("bitsandbytes") else "bitsandbytes is not installed"
     if images:
         found |= dict.fromkeys(("engine server", "model.lora.base"), "no, for it sees images")
-    found["parallel.ranks"] = training.why_not_ranks(model, spec.path) or "yes"
+    found["parallel.ranks"] = built_model.why_not_ranks(model, spec.path) or "yes"
     return found
 
 

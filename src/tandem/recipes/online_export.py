@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.build import online, training
+from tandem.build import built_model, online
 from tandem.errors import CheckpointError, RunError
 from tandem.io import atomic_write
 from tandem.online.job_store import active_version
@@ -79,7 +79,7 @@ def export_learned(learned: Learned, *, merge: bool = False, directory: Path | N
         )
     name = f"version-{learned.version:06d}{'-merged' * (merge and spec.model.lora is not None)}"
     target = directory or learned.home / EXPORT / name
-    model = training.model(spec.model, spec.precision, spec.seed, training.pick_device("cpu"))
+    model = built_model.model(spec.model, spec.precision, spec.seed, built_model.pick_device("cpu"))
     online.choose_trained(spec, model)
     _restore(learned, dict(model.policy.trainable()))
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
-from tandem.build import run_engines, training
+from tandem.build import built_model, run_engines, training
 from tandem.build.reference import served_teacher, set_reference
 from tandem.errors import RunError, SpecError
 from tandem.io import own_code
@@ -58,7 +58,7 @@ class Trainer:
         self._spec = checked
         self._temporary = "" if directory else tempfile.mkdtemp(prefix="tandem-")
         self._runner = asyncio.Runner()
-        self._model = training.run_model(checked, None)
+        self._model = built_model.run_model(checked, None)
         with own_code.session(objects.by_name()):
             made = training.algorithm(checked.algorithm, checked.train.max_tokens)
             if made.needs_reference:

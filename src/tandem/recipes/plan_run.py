@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.build import sight, training
+from tandem.build import built_model, sight
 from tandem.build.this_machine import vllm_installed
 from tandem.errors import SpecError
 from tandem.io import atomic_write
@@ -100,7 +100,7 @@ def keep_plan(spec: RunSpec, run: Run, environment: Environment | None = None) -
 
 def live_memory(spec: RunSpec) -> tuple[str, float, float]:
     """Return the device kind to plan for, its total and its free GiB; on a CPU this process's memory counts as free."""
-    device = training.pick_device(spec.device)
+    device = built_model.pick_device(spec.device)
     if device.type == "cpu":
         return ("cpu", *ram_gib())
     import torch
@@ -112,7 +112,7 @@ def live_memory(spec: RunSpec) -> tuple[str, float, float]:
 def _card_name(spec: RunSpec) -> str:
     import torch
 
-    return torch.cuda.get_device_name(training.pick_device(spec.device))
+    return torch.cuda.get_device_name(built_model.pick_device(spec.device))
 
 
 def _way_out(plan: Plan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.build import training
+from tandem.build import built_model, training
 from tandem.data.preference_pairs import Pair
 from tandem.data.rated_answers import Rated
 from tandem.errors import DataError, ImageError, TemplateError
@@ -13,7 +13,7 @@ from tandem.types import Group, Trajectory
 
 
 def checked_pairs(
-    model: training.BuiltModel, data: training.FileOrDataset, run: Run
+    model: built_model.BuiltModel, data: training.FileOrDataset, run: Run
 ) -> tuple[list[Group], list[Group]]:
     """Load pairs as groups of two, training and held-out ones; report which rows were dropped and why."""
     longest = longest_of(model, data)
@@ -42,7 +42,7 @@ def checked_pairs(
 
 
 def checked_answers(
-    model: training.BuiltModel, data: training.FileOrDataset, run: Run
+    model: built_model.BuiltModel, data: training.FileOrDataset, run: Run
 ) -> tuple[list[Group], list[Group]]:
     """Load labelled answers as groups of two, each with a mismatched answer; report which rows were dropped and why."""
     longest = longest_of(model, data)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tandem.build import training
+from tandem.build import built_model
 from tandem.io import atomic_write
 
 _IDS = {"qwen3": 151_669, "llama": 49_152}
@@ -52,7 +52,7 @@ def random_checkpoint(shape: str, path: Path, seed: int = 0, device: str = "cpu"
     from transformers import AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
     kind = SHAPES[shape]["model_type"]
-    tokenizer = training.tokenizer_from_scratch(_IDS[kind] - _OWN_IDS)
+    tokenizer = built_model.tokenizer_from_scratch(_IDS[kind] - _OWN_IDS)
     config: Any = AutoConfig.for_model(
         **SHAPES[shape],
         dtype="bfloat16",

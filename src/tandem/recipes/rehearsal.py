@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tandem.build import run_engines, training
+from tandem.build import built_model, run_engines, training
 from tandem.build.reference import set_reference
 from tandem.errors import SpecError
 from tandem.io import atomic_write
@@ -91,7 +91,7 @@ async def play(spec: RunSpec, work: Work, home: Path) -> dict[str, Any]:
     """Train and sync twice with the largest micro-batches; return the figures of the second time. `work`: from the
     plan. `home`: directory for the engine's files."""
     limit = getattr(getattr(spec, "engine", None), "max_context", 0)
-    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec), limit)
+    model = built_model.model(spec.model, spec.precision, spec.seed, built_model.settle_torch(spec), limit)
     algorithm = _algorithm(spec, model)
     proofs: list[Proof] = []
     joined = publisher = None
@@ -133,7 +133,7 @@ def _elsewhere(spec: RlSpec) -> bool:
     return isinstance(spec.engine, RemoteEngineSpec) or bool(getattr(spec.engine, "url", ""))
 
 
-def _algorithm(spec: RunSpec, model: training.BuiltModel) -> Any:
+def _algorithm(spec: RunSpec, model: built_model.BuiltModel) -> Any:
     algorithm = training.algorithm_of(spec)
     if algorithm.needs_reference:
         set_reference(spec.algorithm, model, spec.precision)

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tandem.build import engaged, groups, run_engines, training
+from tandem.build import built_model, engaged, groups, run_engines, training
 from tandem.build.judges import judge_model
 from tandem.build.reference import served_teacher, set_reference
 from tandem.env.mix import mean_by_part
@@ -74,7 +74,7 @@ class RlRun:
     ) -> None:
         """`crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
-        self.model = training.run_model(spec, crew, run.directory / IMAGES)
+        self.model = built_model.run_model(spec, crew, run.directory / IMAGES)
         if not isinstance(spec.engine, HfEngineSpec):
             run.view.doing(f"starting the engine ({spec.engine.kind}); a first start compiles, which takes minutes")
         self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from tandem.build import run_engines, served_adapters, standalone_engines, training
+from tandem.build import built_model, run_engines, served_adapters, standalone_engines
 from tandem.build.this_machine import vllm_installed
 from tandem.errors import EngineLost, RunError, SpecError, TandemError
 from tandem.io import prestart
@@ -117,7 +117,7 @@ def engine_here(source: str | Path, options: Sequence[str] = ()) -> HfEngineSpec
     why_not = (
         f"vLLM does not have the setting {of_hf[0]}" if of_hf
         else "" if of_vllm
-        else "there is no GPU" if training.pick_device("auto").type == "cpu"
+        else "there is no GPU" if built_model.pick_device("auto").type == "cpu"
         else "vLLM is not installed; `tandem engine install vllm` does that"
         if not vllm_installed(_as_the_run_has_it(VllmEngineSpec(), Path(source)).python)
         else ""
@@ -145,7 +145,7 @@ def _vllm_of(
     """Start vLLM for a model, and return its engine."""
     if spec.url or spec.replicas > 1:
         raise SpecError("engine: `tandem serve` starts one vLLM: set neither engine.url nor engine.replicas")
-    device = training.pick_device("auto").type
+    device = built_model.pick_device("auto").type
     dtype = "float32" if device == "cpu" else "bfloat16"
     options = standalone_engines.vllm_options(
         spec, device=device, dtype=dtype, adapter_slots=slots, max_rank=max_rank
@@ -185,7 +185,7 @@ def serve_engine(
     from tandem.serve.http.service import create_app
     from tandem.vllm_worker import weight_sources
 
-    spec, device = spec or ServerEngineSpec(), training.pick_device(device).type
+    spec, device = spec or ServerEngineSpec(), built_model.pick_device(device).type
     options = waiting = None
     if isinstance(spec, VllmEngineSpec):
         options = standalone_engines.vllm_options(
@@ -270,23 +270,23 @@ def find_model(source: str | Path, *, field: str = "model", weights: bool = True
 
 def load_model(
     path: str | Path, version: int, spec: HfEngineSpec, *, thinking: bool, inline: bool
-) -> tuple[training.BuiltModel, Engine]:
+) -> tuple[built_model.BuiltModel, Engine]:
     """Load a model and the embedded engine that serves it as `version`. A Path is the run whose adapter's base is
     loaded."""
     with busy(f"loading {path}"):
-        device = training.pick_device("auto")
+        device = built_model.pick_device("auto")
         precision = Float32Precision() if device.type == "cpu" else Bfloat16Precision(master="none")
         if isinstance(path, Path):
             model = served_adapters.base_of_run(path, precision, device, spec.max_context)
         else:
             asked = PathModel(path=path, thinking=thinking)
-            model = training.model(asked, precision, 0, device, spec.max_context)
+            model = built_model.model(asked, precision, 0, device, spec.max_context)
         engine = standalone_engines.embedded(spec, model, inline=inline)
         _publish(model, engine, version)
     return model, engine
 
 
-def _publish(model: training.BuiltModel, engine: Engine, version: int) -> None:
+def _publish(model: built_model.BuiltModel, engine: Engine, version: int) -> None:
     """Make the embedded engine serve the model's weights as `version`."""
     bridge = run_engines.inproc_bridge()
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tandem.build import engaged, training
+from tandem.build import built_model, engaged, training
 from tandem.build.reference import set_reference
 from tandem.io.image_store import IMAGES
 from tandem.protocols import Algorithm
@@ -35,7 +35,7 @@ async def train_supervised(
 ) -> None:
     """Train as the spec says: evaluate, train, evaluate again, export, give the verdict."""
     stage = spec.train
-    model = training.run_model(spec, crew, run.directory / IMAGES)
+    model = built_model.run_model(spec, crew, run.directory / IMAGES)
     for note in engaged.options(spec, model):
         run.note_option(*note)
     for text in model.renderer.mended:
@@ -88,7 +88,9 @@ async def train_supervised(
     conclude_by_loss(run, before, after, spec.eval, spec.seed)
 
 
-def _rows(spec: SftSpec | PreferenceSpec, model: training.BuiltModel, run: Run) -> tuple[list[Group], list[Group], str]:
+def _rows(
+    spec: SftSpec | PreferenceSpec, model: built_model.BuiltModel, run: Run
+) -> tuple[list[Group], list[Group], str]:
     """Return what is trained on, what is held out, and what it is called."""
     if isinstance(spec, SftSpec):
         return *checked_rows(model, spec.data, run, "data"), "conversations"
@@ -97,7 +99,7 @@ def _rows(spec: SftSpec | PreferenceSpec, model: training.BuiltModel, run: Run) 
     return *checked_pairs(model, spec.data, run), "pairs"
 
 
-def _examiner(spec: SftSpec | PreferenceSpec, model: training.BuiltModel, algorithm: Algorithm) -> Examine:
+def _examiner(spec: SftSpec | PreferenceSpec, model: built_model.BuiltModel, algorithm: Algorithm) -> Examine:
     if isinstance(spec, PreferenceSpec):
         return training.examiner(model, algorithm, spec.train.micro_tokens)
     score = training.scorer(model, spec.train.micro_tokens)

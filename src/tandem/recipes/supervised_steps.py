@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
+from tandem.build import built_model, run_engines, training
 from tandem.build import groups as build_groups
-from tandem.build import run_engines, training
 from tandem.data.conversation import Conversation
 from tandem.data.load import DataRow, DataSplit, load_rows
 from tandem.errors import DataError, ImageError, TemplateError
@@ -35,7 +35,7 @@ def due(every: int, done: int, steps: int) -> bool:
 
 async def recorded_stage(
     run: Run,
-    model: training.BuiltModel,
+    model: built_model.BuiltModel,
     trainer: Trainer,
     stage: SftStage,
     groups: Sequence[Group],
@@ -72,7 +72,7 @@ async def recorded_stage(
 
 
 def recordings_of(
-    model: training.BuiltModel,
+    model: built_model.BuiltModel,
     shown: Sequence[tuple[Task, Sequence[Message]]],
     tools: Sequence[Sequence[Any]],
     store: ImageStore | None,
@@ -92,7 +92,7 @@ def recordings_of(
 
 
 def checked_rows(
-    model: training.BuiltModel, data: training.FileOrDataset, run: Run, field: str
+    model: built_model.BuiltModel, data: training.FileOrDataset, run: Run, field: str
 ) -> tuple[list[Group], list[Group]]:
     """Load conversations as groups of one, training and held-out ones; report which rows were dropped and why."""
     longest = longest_of(model, data)
@@ -129,7 +129,7 @@ def checked_rows(
     return train, held_out
 
 
-def longest_of(model: training.BuiltModel, data: training.FileOrDataset) -> int:
+def longest_of(model: built_model.BuiltModel, data: training.FileOrDataset) -> int:
     """Return the most tokens that a row may have."""
     return min(data.max_tokens or model.context, model.context)
 
@@ -160,7 +160,7 @@ def say_if_too_few(run: Run, held_out: int, confidence: float, way_out: str) -> 
         run.view.say(f"   the verdict will be undecided: {why}; {way_out}")
 
 
-def marked(model: training.BuiltModel, trajectory: Trajectory) -> str:
+def marked(model: built_model.BuiltModel, trajectory: Trajectory) -> str:
     """Return a trajectory's text, with its trained tokens between [[ and ]], and one token for each image."""
     left_out = {at for image in trajectory.images for at in range(image.offset + 1, image.offset + image.length)}
     pairs = zip(trajectory.ids, trajectory.trained, strict=True)

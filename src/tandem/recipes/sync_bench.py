@@ -28,7 +28,7 @@ from tandem.spec.run import RlSpec
 from tandem.types import Proof
 
 if TYPE_CHECKING:
-    from tandem.build.training import BuiltModel
+    from tandem.build.built_model import BuiltModel
 
 SHAPES = ("tiny", "small", "medium", "qwen3-0.6b", "qwen3-1.7b")
 ON_ANY_DEVICE = "disk"  # a bridge that every machine can run
@@ -54,10 +54,10 @@ def bench_sync(
         raise SpecError(f"--shape = '{shape}': there are {', '.join(SHAPES)}")
     if odd := [name for name in bridges if name not in BRIDGES]:
         raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(BRIDGES)}")
-    from tandem.build import training
+    from tandem.build import built_model
     from tandem.ops.memory_meter import copy_bytes_per_s
 
-    picked = training.pick_device(device).type
+    picked = built_model.pick_device(device).type
     kind = ("vllm" if picked == "cuda" else "server") if engine == "auto" else engine
     link, other = _link(picked)
     link_bytes_per_s = copy_bytes_per_s(picked, other)
@@ -108,7 +108,7 @@ def _row(
     unchecked: bool,
 ) -> tuple[BenchRow, int]:
     """Measure one bridge; return its row and the number of the model's parameters."""
-    from tandem.build import training
+    from tandem.build import built_model
 
     row = BenchRow(name, _engine_kind(name, kind))
     if why_not := _why_not(name, device):
@@ -117,7 +117,7 @@ def _row(
         spec = bench_spec(name, shape, device, kind, home, options)
     except SpecError as error:
         return replace(row, skipped=str(error)), 0
-    model = training.model(spec.model, spec.precision, spec.seed, training.settle_torch(spec))
+    model = built_model.model(spec.model, spec.precision, spec.seed, built_model.settle_torch(spec))
     parameters = sum(tensor.numel() for name, tensor in model.policy.module.named_parameters() if ".lora_" not in name)
     try:
         # With a bridge that restarts the engine, each round starts a process, and the warm-up starts two.
