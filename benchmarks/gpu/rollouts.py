@@ -56,7 +56,7 @@ def serve(arguments: argparse.Namespace) -> None:
         VllmOptions(
             path, arguments.python, dtype="bfloat16", device=arguments.device, memory_share=arguments.share,
             max_running=arguments.requests, max_context=context, eager=arguments.device == "cpu",
-            extra=arguments.extra.split(),
+            further=arguments.extra.split(),
         ),
         home,
     )  # fmt: skip

@@ -75,7 +75,7 @@ def measure(way: str, checkpoint: Path, arguments: argparse.Namespace) -> dict[s
     options = VllmOptions(
         str(checkpoint), arguments.python, dtype=arguments.dtype, device=arguments.device, max_context=1024,
         memory_share=0.4, max_running=256, eager=arguments.device == "cpu", adapter_slots=arguments.adapters,
-        environment=environment, extra=extra,
+        environment=environment, further=extra,
     )  # fmt: skip
     began, started = datetime.now().replace(microsecond=0), time.perf_counter()
     process = VllmProcess(options, home)

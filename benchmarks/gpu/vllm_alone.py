@@ -182,7 +182,7 @@ def served(what: str, checkpoint: Path, arguments: argparse.Namespace) -> dict[s
     options = VllmOptions(
         str(checkpoint), arguments.python, dtype="bfloat16", device=arguments.device, memory_share=arguments.share,
         max_context=512, eager=arguments.eager, environment={"CUDA_VISIBLE_DEVICES": str(arguments.gpu)},
-        extra=NCCL if what == "weights" else (), adapter_slots=3 if what == "adapter" else 0, max_rank=RANK,
+        further=NCCL if what == "weights" else (), adapter_slots=3 if what == "adapter" else 0, max_rank=RANK,
     )  # fmt: skip
     process = VllmProcess(options, home)
     try:
