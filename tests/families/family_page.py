@@ -78,9 +78,9 @@ computed in bfloat16 on a CPU, too, as vLLM can no other way, and on the GPU wit
 Layers are read from vLLM's classes (`vllm_worker/layer_readers.py`); what is not known is refused, and nothing is
 served. Experts, gated delta nets, Mamba layers and short convolutions are known for one worker, not for
 `engine.tensor_parallel` above 1. vLLM keeps a Mamba layer's decay as `-exp(A_log)`, and a gated delta net's `A_log` in
-32 bits: such models take versions over `disk`, not over `shared`, and no adapters. On a CPU, vLLM computes Mamba's first
-kind not at all; its log says so. A few families have other sizes on the GPU, which its kernels or vLLM 0.26 need. Empty
-cells were not measured.
+32 bits: such models take versions over `disk`, not over `shared`, and no adapters. On a CPU, vLLM computes Mamba's
+first kind not at all; its log says so. A few families have other sizes on the GPU, which its kernels or vLLM 0.26 need.
+Empty cells were not measured.
 
 """
 

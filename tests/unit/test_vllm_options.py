@@ -38,7 +38,12 @@ def test_layers_of_cohere_s_models_slide_over_as_many_tokens_as_the_trainer_s(tm
 
 @pytest.mark.parametrize(
     "config",
-    [{"layer_types": ["conv", "full_attention"]}, {"layer_types": ["mamba", "attention"]}, {"mamba_d_state": 16}],
+    [
+        {"layer_types": ["conv", "full_attention"]},
+        {"layer_types": ["mamba", "attention"]},
+        {"mamba_d_state": 16},
+        {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    ],
 )
 def test_states_of_layers_are_not_kept_by_parts_of_prompts_on_a_cpu(tmp_path: Path, config: dict[str, Any]):
     assert "--no-enable-prefix-caching" in arguments(tmp_path, **config)

@@ -228,3 +228,18 @@ def why_not_ranks(model: BuiltModel, path: str) -> str:
     except SpecError as error:
         return str(error)
     return ""
+
+
+def embedded_refuses(path: Path) -> bool:
+    """Return whether the embedded engine refuses the model in a directory, if there is one."""
+    if not (path / "config.json").is_file():
+        return False
+    from transformers import AutoConfig
+
+    from tandem.ops.attention_masks import check_attention
+
+    try:
+        check_attention(AutoConfig.from_pretrained(path))
+    except SpecError:
+        return True
+    return False

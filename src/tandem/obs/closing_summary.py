@@ -44,8 +44,9 @@ _FILES = (
 )
 
 
-def closing_text(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
-    """Return the closing text. `status`: the content of status.json."""
+def closing_text(run_dir: Path, status: Mapping[str, Any], *, needs_vllm: bool = False) -> RenderableType:
+    """Return the closing text. `status`: the content of status.json. `needs_vllm`: the embedded engine refuses what was
+    trained."""
     history = read_history(run_dir)
     style = _STYLES.get(str(status.get("verdict")), "bold red" if status.get("state") == "failed" else "bold")
     parts: list[RenderableType] = [Text(""), Text(printable(headline(status)), style=style)]
@@ -57,7 +58,7 @@ def closing_text(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
         _curve(history),
         _planned(history),
         _places(run_dir),
-        _next(run_dir, status),
+        _next(run_dir, status, needs_vllm),
     ):
         if block is not None:
             parts += [Text(""), block]
@@ -123,23 +124,7 @@ def _has_gguf(config: Path) -> bool:
     return True
 
 
-def _needs_vllm(config: Path) -> bool:
-    """Return whether the config of an export names layers that the embedded engine refuses.
-
-    The engine itself asks `check_attention` (ops/attention_masks.py) about the loaded config, where transformers has
-    filled in the kinds of all layers. The file may lack them, so keys of mamba layers count, too.
-    """
-    try:
-        whole = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    told: Mapping[str, Any] = whole.get("text_config") or whole
-    if kinds := told.get("layer_types"):
-        return not {"full_attention", "sliding_attention"}.issuperset(kinds)
-    return any(key.startswith("mamba_") for key in told)
-
-
-def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
+def _next(run_dir: Path, status: Mapping[str, Any], needs_vllm: bool) -> RenderableType:
     """Return the next commands, which work in the current directory."""
     tandem, run = _command(), shlex.quote(str(run_dir))
     commands: list[tuple[str, str]] = []
@@ -151,7 +136,7 @@ def _next(run_dir: Path, status: Mapping[str, Any]) -> RenderableType:
     elif (run_dir / "export").exists():
         config = run_dir / "export" / "config.json"
         commands = [
-            *([] if (needs_vllm := _needs_vllm(config)) else [(f"{tandem} chat {run}", "talk to the model")]),
+            *([] if needs_vllm else [(f"{tandem} chat {run}", "talk to the model")]),
             (f"{tandem} serve {run}{' --engine vllm' * needs_vllm}", "an OpenAI-compatible API on this machine"),
             (f"{tandem} env new my_env", "a task of your own to train on")
             if status.get("recipe") == "rl"

@@ -188,7 +188,7 @@ def resume(
         finally:
             lease.close()
         status = read_status(directory)
-    view.console.print(closing_text(directory, status), soft_wrap=True)
+    view.console.print(_closing(directory, status), soft_wrap=True)
     return status
 
 
@@ -278,9 +278,15 @@ def _report(run: Run) -> None:
     """Write the report and print the summary; a failure is logged only."""
     try:
         write_report(run.directory)
-        run.view.console.print(closing_text(run.directory, run.status), soft_wrap=True)  # keeps paths on one line
+        run.view.console.print(_closing(run.directory, run.status), soft_wrap=True)  # keeps paths on one line
     except Exception:  # noqa: BLE001 - a failed report must not hide the result of the run
         _log.exception("the report could not be written; to try again: `tandem report %s`", run.directory)
+
+
+def _closing(directory: Path, status: Mapping[str, Any]) -> Any:
+    from tandem.build.built_model import embedded_refuses
+
+    return closing_text(directory, status, needs_vllm=embedded_refuses(directory / "export"))
 
 
 def _uploads(directory: Path, spec: ArtifactsSpec | None) -> CheckpointUploads | None:

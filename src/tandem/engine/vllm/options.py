@@ -120,8 +120,9 @@ class VllmOptions:
     def _on_cpu(self) -> Iterator[str]:
         # Otherwise it resets a request's random numbers after a part of a prompt, which a CPU's generator cannot.
         yield "--no-enable-chunked-prefill"
-        kinds = self._config.get("layer_types") or ()
-        if _MAMBA in self._config or any(mark in kind for kind in kinds for mark in _RECURRENT):
+        text: dict[str, Any] = self._config.get("text_config") or self._config
+        kinds = text.get("layer_types") or ()
+        if _MAMBA in text or any(mark in kind for kind in kinds for mark in _RECURRENT):
             yield "--no-enable-prefix-caching"  # vLLM keeps their states by chunks of prompts
         if self.eager and self._kind in _ROTARY_BY_HEAD:
             yield from ("--compilation-config", _TORCH_ROTARY)
