@@ -13,6 +13,7 @@ from typing import Any
 
 from tandem.errors import EngineError, SyncError, SyncTimeout
 from tandem.vllm_worker.lora_layers import compute_beside, fit_blocks
+from tandem.vllm_worker.spared_experts import spare_experts
 from tandem.vllm_worker.token_recorder import Reading, RecordedTokens, Unfit, keep_sampled
 from tandem.vllm_worker.unpacked_cpu_weights import keep_weights_plain
 from tandem.vllm_worker.worker import Answer, EngineWorker
@@ -130,4 +131,5 @@ def _refusal(code: str, error: Exception) -> Answer:
 
 # vLLM imports this module when it makes a worker. There is no other hook before the model is loaded.
 keep_weights_plain()
+spare_experts()
 _WHY_NOT = {"beside": _why_not(compute_beside), "blocks": _why_not(fit_blocks)}

@@ -1,0 +1,32 @@
+"""Let vLLM prepare no experts for adapters.
+
+It would replace the class and the kernels of every layer of experts, whose weights could then not be read back. Nothing
+is lost: an adapter on experts is refused before a run starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def spare_experts() -> None:
+    """Do so from now on in this process. Call it before the model is loaded."""
+    utils, manager = (importlib.import_module(f"vllm.lora.{name}") for name in ("utils", "model_manager"))
+    adapted = manager.get_supported_lora_modules
+
+    def without_experts(model: Any) -> list[str]:
+        experts = {
+            path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, utils.MoERunner)
+        }
+        return [name for name in adapted(model) if name not in experts]
+
+    manager.get_supported_lora_modules = without_experts
+    settings = importlib.import_module("vllm.model_executor.layers.fused_moe.config").FusedMoEConfig
+    settled = settings.__post_init__
+
+    def without_adapters(self: Any) -> None:
+        self.is_lora_enabled = False  # otherwise kernels that take adapters, which a CPU does not have
+        settled(self)
+
+    settings.__post_init__ = without_adapters
