@@ -43,6 +43,7 @@ CASES = {
         "train": {"batch_size": 7, "micro_tokens": 16},
     },
     "groups by step": {"recipe": "rl", "sums": "step", "train": {"micro_tokens": 32}},
+    "sft hybrid": {"path": "hybrid"},
     "sft own loss": {"algorithm": {"name": f"{OWN}:focal"}},
     "preference": {"recipe": "preference"},
     "preference own loss": {"recipe": "preference", "algorithm": {"name": f"{OWN}:ipo", "reference": True}},
@@ -66,7 +67,7 @@ LAYOUTS = {
     (2, 1): [
         "sft", "sft bf16 recompute", "sft adamw_8bit", "sft muon bf16", "sft apollo", "sft adafactor", "sft lora bf16",
         "preference", "groups lora", "sft own by rows", "groups own loss",
-        "sft own loss", "preference own loss", "kto", "sft by step", "sft by step bf16",
+        "sft own loss", "preference own loss", "kto", "sft by step", "sft by step bf16", "sft hybrid",
         "groups in the engine", "groups in the engine bf16",
     ],
     (2, 2): ["sft bf16", "sft lora", "sft muon", "groups", "sft own whole bf16", "kto lora", "sft by step"],
@@ -88,8 +89,8 @@ SLACK = ("state.json", "MANIFEST.json", "adapter_config.json")
 
 def spec_of(home: Path, changes: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
     recipe, in_engine = changes.get("recipe", "sft"), changes.get("in_engine", False)
-    by_path = in_engine or changes.get("pretrained", False)
-    model = {**({"path": str(home / "model")} if by_path else {"preset": "tiny"}), **changes.get("model", {})}
+    path = changes.get("path", "model" if in_engine or changes.get("pretrained", False) else "")
+    model = {**({"path": str(home / path)} if path else {"preset": "tiny"}), **changes.get("model", {})}
     spec: dict[str, Any] = {
         "recipe": recipe, "model": model, "checkpoint": {"every": STEPS},
         "eval": {"every": STEPS // 2, "examples": 3},
@@ -149,11 +150,26 @@ def write_model(directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
+def write_hybrid(directory: Path) -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Lfm2ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("crews")
     write_data(home)
     write_model(home / "model")
+    write_hybrid(home / "hybrid")
     stages = {1: [work(home, 1, 1, case) for case in CASES]}
     for (ranks, hosts), cases in LAYOUTS.items():
         stages.setdefault(ranks, []).extend(work(home, ranks, hosts, case) for case in cases)

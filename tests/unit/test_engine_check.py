@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tandem.build import standalone_engines
+from tandem.cli.main import app
 from tandem.errors import EngineError, SpecError
+from tandem.model.presets import make_model
 from tandem.obs.sync_bench_report import Bench, BenchRow
 from tandem.recipes import engine_commands, sync_bench
 from tandem.recipes.engine_commands import OneCheck, check_engine
+from tandem.spec.engine import VllmEngineSpec
+from tandem.spec.run import RlSpec
+from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling, Span
 
 END, VERSION = 99, 2
@@ -182,6 +188,34 @@ def test_a_bridge_that_cannot_be_checked_is_refused(recorded: list[list[str]]):
     for given in ({"bridges": ["disk"]}, {"dtype": "float32"}, {"options": {"eager": True}}):
         with pytest.raises(SpecError, match=r"--(bridge|dtype|set): name a model, too"):
             check_engine("/p/python", device="cpu", **given)
+
+
+@pytest.mark.parametrize("name", ["python", "url", "replicas"])
+def test_a_field_that_a_check_takes_from_elsewhere_is_refused(recorded: list[list[str]], name: str):
+    with pytest.raises(SpecError, match=f"--set {name}: "):
+        check_engine("/p/python", model="mine", device="cpu", options={name: "other"})
+
+
+def test_the_type_and_the_engine_table_that_are_asked_for_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    found: list[RlSpec] = []
+
+    async def note(spec: RlSpec, *_: Any, **more: Any) -> list[OneCheck]:
+        found.append(spec)
+        return []
+
+    monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
+    monkeypatch.setattr(engine_commands, "_served_and_asked", note)
+    module = make_model("tiny", byte_tokenizer(), 0)
+    module.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    command = ["engine", "check", "--python", "/p/python", "--model", str(tmp_path), "--device", "cpu"]
+    asked = CliRunner().invoke(app, [*command, "--dtype", "bfloat16", "--set", "max_context=64", "--set", "eager=true"])
+    assert asked.exit_code == 0, asked.output
+    check_engine("/p/python", model=str(tmp_path), device="cpu")
+    (spec, plain) = found
+    assert (spec.precision.weights, plain.precision.weights) == ("bfloat16", "float32")
+    assert isinstance(spec.engine, VllmEngineSpec)
+    assert (spec.engine.max_context, spec.engine.eager, spec.engine.python) == (64, True, "/p/python")
 
 
 @pytest.mark.parametrize(

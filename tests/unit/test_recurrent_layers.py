@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config
+from transformers import AutoModelForCausalLM, BloomConfig, JambaConfig, Lfm2Config
 
 from tandem.algo import sft
+from tandem.build import built_model
 from tandem.errors import SpecError
 from tandem.model.policy import CausalPolicy
 from tandem.ops import recurrent_layers
 from tandem.ops.byte_sizes import shares_never, shares_unmasked
+from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.train.batch_packing import make_batch
@@ -148,7 +150,29 @@ def test_kernels_without_a_gradient_are_refused_before_the_first_step(lora: Lora
     module = hybrid()
     module.model.layers[2].conv.in_proj.register_forward_hook(planted)
     with pytest.raises(SpecError, match="no gradient here: RuntimeError: upgrade Triton"):
-        CausalPolicy(module, byte_tokenizer(), lora=lora)
+        CausalPolicy(module, byte_tokenizer(), lora=lora).check_gradient()
+
+
+def test_an_adapter_that_a_layer_never_uses_does_not_hide_the_others_gradient():
+    """Jamba reads the weight of one linear layer, and never calls it."""
+    torch.manual_seed(3)
+    config = JambaConfig(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
+        num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1, use_mamba_kernels=False,
+    )  # fmt: skip
+    CausalPolicy(AutoModelForCausalLM.from_config(config), byte_tokenizer(), lora=LoraSpec(rank=1)).check_gradient()
+
+
+def test_only_what_is_trained_needs_a_gradient(monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: Any) -> None:
+        raise SpecError("model.path: no gradient")
+
+    monkeypatch.setattr(CausalPolicy, "check_gradient", refuse)
+    asked = {"recipe": "sft", "device": "cpu", "model": {"preset": "tiny"}, "data": {"path": "rows.jsonl"}}
+    spec = parse_spec({**asked, "train": {"steps": 1, "lr": 1e-3, "batch_size": 1}})
+    built_model.model(spec.model, spec.precision, 0, CPU)
+    with pytest.raises(SpecError, match="no gradient"):
+        built_model.run_model(spec, None)
 
 
 def test_distances_in_the_row_leave_each_sequence_a_row():

@@ -29,6 +29,7 @@ def test_of_a_vllm_that_dies_the_worker_s_error_is_told():
     assert first_cause(AT_A_REQUEST) == "AttributeError: '_C' has no attribute 'scan_fwd'"
     assert first_cause(AT_THE_START) == "AttributeError: 'Lfm2Config' has no 'conv_dim'"
     assert first_cause(AT_THE_IMPORT) == "ModuleNotFoundError: No module named 'torchvision'"
+    assert first_cause("\n".join(AT_THE_IMPORT.splitlines()[-2:])).startswith("pydantic_core._pydantic_core.Validation")
     assert first_cause(refused := "pydantic.ValidationError: 1 validation error for ModelConfig") == refused
 
 

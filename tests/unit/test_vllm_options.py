@@ -12,9 +12,10 @@ import pytest
 from tandem.build.run_engines import engine_command
 from tandem.build.standalone_engines import vllm_options
 from tandem.engine.vllm.options import VllmOptions
-from tandem.errors import EngineError, SpecError
+from tandem.errors import SpecError
 from tandem.spec.engine import VllmEngineSpec
 from tandem.spec.load import parse_engine
+from tandem.spec.vllm_arguments import OF_EVERY_RUN
 
 
 def arguments(place: Path, version: str = "0.32.0", **config: Any) -> list[str]:
@@ -64,33 +65,64 @@ def with_further(place: Path, *further: str, device: str = "cuda", **options: An
 
 
 def test_a_user_s_own_arguments_come_after_tandem_s(tmp_path: Path):
-    given = with_further(tmp_path, "--max-num-batched-tokens", "16384", "--seed-of-mine=-1")
-    assert given[-3:] == ["--max-num-batched-tokens", "16384", "--seed-of-mine=-1"]
+    given = with_further(tmp_path, "--max-num-batched-tokens", "16384", "--no-enable-prefix-caching")
+    assert given[-3:] == ["--max-num-batched-tokens", "16384", "--no-enable-prefix-caching"]
 
 
 @pytest.mark.parametrize(
-    ("further", "said"),
+    ("further", "options", "said"),
     [
-        (["--max-num-seqs", "8"], "--max-num-seqs is set by Tandem, here as `--max-num-seqs 257`"),
-        (["--gpu_memory_utilization=0.5"], "--gpu-memory-utilization is set by Tandem"),
-        (["--enable-uvicorn-access-log", "--no-enforce-eager"], "--enforce-eager is set by Tandem, here as `--enforce"),
-        (["--hf-overrides.rope_theta", "1"], "--hf-overrides is set by Tandem, here as `--hf-overrides {"),
-        (["-tp", "2"], "write the long name of '-tp', which begins with --"),
+        (
+            ["--hf-overrides.rope_theta", "1"],
+            {},
+            "--hf-overrides is set for this model, as `--hf-overrides {",
+        ),
+        (["--hf-overr.rope=1"], {}, "--hf-overrides is set for this model"),
+        (["--enable-chunked-pref"], {"device": "cpu"}, "as `--no-enable-chunked-prefill`"),
+        (["--additional-c.foo", "1"], {"adapter_slots": 2}, "--additional-config is set for this model"),
     ],
 )
-def test_an_argument_that_tandem_sets_is_refused_however_it_is_written(tmp_path: Path, further: list[str], said: str):
-    with pytest.raises(EngineError, match=re.escape(said)):
-        with_further(tmp_path, *further, eager=True)
+def test_what_this_model_needs_is_not_replaced(tmp_path: Path, further: list[str], options: dict[str, Any], said: str):
+    with pytest.raises(SpecError, match=re.escape(said)):
+        with_further(tmp_path, *further, **options)
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--max-num-seqs", "--max-num-seqs is set by Tandem: set engine.max_running"),
+        ("--max-num-se=8", "--max-num-seqs is set by Tandem: set engine.max_running"),
+        ("--gpu_memory_utilization=0.5", "--gpu-memory-utilization is set by Tandem: set engine.memory_share"),
+        ("--device-memory-utilization", "--device-memory-utilization is set by Tandem: set engine.memory_share"),
+        ("--no-enforce-eag", "--enforce-eager is set by Tandem: set engine.eager"),
+        ("--no-enable-scale", "--enable-scale-out is set by Tandem"),
+        ("--middleware", "--middleware is set by Tandem"),
+        ("--config", "--config is set by Tandem"),
+        ("--see", "--seed is set by Tandem"),
+        ("other-model", "'other-model' is no argument"),
+        ("-tp", "write the long name of '-tp'"),
+    ],
+)
+def test_what_tandem_sets_for_every_model_is_refused_with_the_spec_however_it_is_written(argument: str, said: str):
+    with pytest.raises(SpecError, match=re.escape(said)):
+        parse_engine("vllm", [f'arguments=["{argument}", "1"]'])
+
+
+def test_every_argument_of_every_run_is_among_the_refused(tmp_path: Path):
+    ours = VllmOptions(str(tmp_path), "python", sleeps=True, eager=True, max_context=9, adapter_slots=1)
+    names = {each[2:] for each in ours.arguments(tmp_path / "socket", "0.32.0") if each.startswith("--")}
+    assert names - OF_EVERY_RUN.keys() == {"additional-config"}
 
 
 def test_a_run_s_engine_table_and_its_command_line_carry_them():
-    spec = parse_engine("vllm", ['arguments=["--kv-cache-memory-bytes", "1048576"]'])
+    spec = parse_engine("vllm", ['arguments=["--chat-template", "😀"]'])
     assert isinstance(spec, VllmEngineSpec)
     options = vllm_options(spec, device="cpu", dtype="float32", adapter_slots=0, max_rank=16)
-    assert options.further == ("--kv-cache-memory-bytes", "1048576")
+    assert options.further == ("--chat-template", "😀")
     words = engine_command(
         spec, device="cpu", dtype="float32", thinking=False, directory=Path("home"), readable=()
     )("model", 0, Path("ready"))  # fmt: skip
-    assert 'arguments=["--kv-cache-memory-bytes", "1048576"]' in words
-    with pytest.raises(SpecError, match="arguments"):
-        parse_engine("server", ['arguments=["--x"]'])
+    assert parse_engine("vllm", [word for word in words if word.startswith("arguments=")]) == spec
+    for kind, given in (("server", []), ("vllm", ['url="http://127.0.0.1:1"'])):
+        with pytest.raises(SpecError, match="arguments"):
+            parse_engine(kind, ['arguments=["--x"]', *given])

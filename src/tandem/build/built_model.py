@@ -109,7 +109,8 @@ def run_model(spec: RunSpec, crew: Crew | None, images: Path | None = None) -> B
     scores = isinstance(spec, PreferenceSpec) and isinstance(spec.algorithm, RewardModelSpec)
     parallel = settled(spec.parallel, deterministic=spec.deterministic)
     built = model(
-        spec.model, spec.precision, spec.seed, device, max_context, parallel=parallel, scores=scores, images=images
+        spec.model, spec.precision, spec.seed, device, max_context, parallel=parallel, scores=scores, images=images,
+        trains=True,
     )  # fmt: skip
     sight.refuse_unsupported(spec, built.policy.vision is not None)
     return built
@@ -127,10 +128,11 @@ def model(
     scores: bool = False,
     in_engine: bool = False,
     images: Path | None = None,
+    trains: bool = False,
 ) -> BuiltModel:
     """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
     rank calls this, and keeps its rows. `scores`: make it a reward model. `in_engine`: ranks will train in the memory
-    of an engine's workers. `images`: a directory, for a model that sees."""
+    of an engine's workers. `images`: a directory, for a model that sees. `trains`: its gradient is checked."""
     from transformers.utils import logging as transformers_logging
 
     from tandem.model.cast_precision import narrow
@@ -180,6 +182,8 @@ def model(
             narrow(module, device, master_weights.adopt if master_weights.keeps_bits else None)
         module = module if quantized_parts(module) else module.to(device)  # quantised models were loaded onto it
         policy = kind(module, tokenizer, **options)
+    if trains:
+        (policy if crew is None else policy.inner).check_gradient()
     model_context = module.config.get_text_config().max_position_embeddings
     context = min(max_context or model_context, model_context)
     by_step = parallel.sums == "step" if crew is None else crew.sums_by_step

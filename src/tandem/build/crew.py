@@ -261,7 +261,7 @@ class Member:
         self.built = built_model.model(
             spec.model, spec.precision, spec.seed, self._crew.device, max_context, crew=self._crew,
             parallel=settled(spec.parallel, deterministic=spec.deterministic),
-            in_engine=isinstance(spec, RlSpec) and spec.sync.traits.shares_memory,
+            in_engine=isinstance(spec, RlSpec) and spec.sync.traits.shares_memory, trains=True,
         )  # fmt: skip
         return self.built if self._crew.rank == 0 else None
 

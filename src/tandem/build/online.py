@@ -49,7 +49,7 @@ def parts(spec: OnlineSpec, engine: Engine) -> TrainerParts:
     torch.set_num_threads(spec.trainer_threads)
     torch.manual_seed(spec.seed)
     device = built_model.pick_device(spec.device)
-    model = built_model.model(spec.model, spec.precision, spec.seed, device)
+    model = built_model.model(spec.model, spec.precision, spec.seed, device, trains=True)
     trained = choose_trained(spec, model)
     optimizer = optimizers.optimizer(
         model.policy.trainable(),

@@ -205,7 +205,7 @@ def engine_command(
     options = {"kind": spec.kind, "data-dir": directory, "port": 0, "device": device, "dtype": dtype}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     for name, value in spec.model_dump(exclude={"kind", *_OWNER_FIELDS}, exclude_defaults=True).items():
-        words += ["--set", f"{name}={json.dumps(value)}"]
+        words += ["--set", f"{name}={json.dumps(value, ensure_ascii=False)}"]
     words += ["--thinking" if thinking else "--no-thinking"]
     words += [str(word) for path in readable for word in ("--allow-dir", path)]
     program = [sys.executable, "-m", "tandem", "engine", "serve"]

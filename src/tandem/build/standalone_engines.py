@@ -161,11 +161,11 @@ def vllm_alone(
     model_context = _model_context(path)
     context = min(spec.max_context or model_context, model_context)
     options = replace(options, model=path, max_context=context)
-    if waiting is not None:
-        waiting.serve(options)
     process = waiting or VllmProcess(options, home)  # first, because it starts while this process imports
     under_way(process)
     try:
+        if waiting is not None:
+            waiting.serve(options)
         from tandem.engine.vllm.engine import VllmEngine
         from tandem.io.image_store import ImageStore
         from tandem.text.model_images import ModelImages

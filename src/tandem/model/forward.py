@@ -51,7 +51,6 @@ class Forward:
         self.why_alone = why_alone(module)
         """Why each sequence has a row of its own; empty if sequences can share rows."""
         if self.is_recurrent:
-            _check_gradient(module)
             why_not_compiled = why_not_compiled or "recurrent layers gather their sequences, which is not compiled"
         self.why_masked = (
             self.why_alone
@@ -168,20 +167,40 @@ def why_alone(module: Any) -> str:
     return f"{why} ({why_not})" if why_not else ""
 
 
-def _check_gradient(module: Any) -> None:
+def check_gradient(module: Any) -> None:
     """Raise SpecError if recurrent layers compute no gradient here. That of a gated delta net, by the kernels of
     flash-linear-attention, is wrong with some versions of Triton: those kernels refuse it, and only in training."""
-    trained = [[each for each in layer.parameters() if each.requires_grad] for layer in _layers(module)]
-    if not (first := next(filter(None, trained), None)):
+    trained = [layer for layer in _layers(module) if any(each.requires_grad for each in layer.parameters())]
+    if not trained or not attention_masks.num_recurrent(module.config):
         return
     trial = _Trial(module)
-    try:  # the gradient passes all layers, and that of one small tensor alone is kept
-        torch.autograd.grad(trial.masked().float().sum(), min(first, key=Tensor.numel))
+    try:
+        with torch.enable_grad(), _leaf_before(trained[0]) as leaf:  # a parameter may be unused, or a rank's rows
+            torch.autograd.grad(trial.single().float().sum(), leaf)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise SpecError(
             f"model.path: this model's recurrent layers compute no gradient here: {type(error).__name__}: "
             f"{str(error)[:500]}; without the package of these kernels torch computes the layers, more slowly"
         ) from error
+
+
+@contextmanager
+def _leaf_before(layer: Any) -> Iterator[list[Tensor]]:
+    """Cut the graph before a layer. Yields a list, which has the layer's input once it was computed."""
+    leaf: list[Tensor] = []
+
+    def cut(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = given["hidden_states"] if "hidden_states" in given else args[0]
+        leaf.append(hidden.detach().requires_grad_())
+        return ((), {**given, "hidden_states": leaf[0]}) if not args else ((leaf[0], *args[1:]), given)
+
+    handle = layer.register_forward_pre_hook(cut, with_kwargs=True)
+    try:
+        yield leaf
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()
@@ -229,6 +248,11 @@ class _Trial:
         mask, positions_BT = _mask(self.config, self.segments_BT, self.parents_BT, self.positions_BT)
         more = more or _sequences(self.body, self.packed, self.segments_BT, is_flat=False)
         return self._body(self.ids(), positions_BT, mask, **more).flatten(0, 1)[self.packed.tokens_T]
+
+    def single(self) -> Tensor:
+        """Compute each row as one sequence."""
+        order_BT = torch.arange(self.segments_BT.shape[1], device=self.segments_BT.device).expand_as(self.segments_BT)
+        return self._body(self.ids(), order_BT, None)
 
     def _body(self, ids_BT: Tensor, positions_BT: Tensor, mask: Any, images: None = None, **more: Any) -> Tensor:
         given = {"attention_mask": mask, "use_cache": False, **more}

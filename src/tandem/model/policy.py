@@ -18,7 +18,7 @@ from tandem.model import frozen_context, served_weights
 from tandem.model.activation_memory import Activations
 from tandem.model.activation_memory import Policy as ActivationPolicy
 from tandem.model.export_copy import Deployer, name_ends
-from tandem.model.forward import Forward, why_alone
+from tandem.model.forward import Forward, check_gradient, why_alone
 from tandem.model.lora import add_lora
 from tandem.model.quantized_base import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
@@ -88,6 +88,10 @@ class CausalPolicy:
         if by_compiler and self.forward.why_not_compiled:
             self.activations = Activations(module, activations)
         self._inside(self.head.check, module)
+
+    def check_gradient(self) -> None:
+        """Raise SpecError if kernels of this model compute no gradient here. For a policy that will be trained."""
+        self._inside(check_gradient, self.module)
 
     def _make_head(self, module: Any) -> Head:
         return Head(module, len(self.tokenizer), self.vision)

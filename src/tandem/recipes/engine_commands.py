@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 CHECKED_BRIDGES = tuple(name for name, traits in BRIDGES.items() if not traits.in_process)
 _ROUNDS, _PROMPTS, _TOKENS = 2, 8, 24
+_NOT_CHECKED = {
+    "python": "name the interpreter with --python",
+    "url": "this starts an engine of its own",
+    "replicas": "one engine is checked",
+}
+"""Fields of the engine table that a check takes from elsewhere."""
 _CONTEXT = 1024
 """Tokens of a prompt and its answer, of a model that is named."""
 
@@ -94,6 +100,8 @@ def check_engine(
         raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(CHECKED_BRIDGES)}")
     if bridges and not model:
         raise SpecError("--bridge: name a model, too; without one all bridges are checked")
+    if odd := sorted(_NOT_CHECKED.keys() & (options or {}).keys()):
+        raise SpecError(f"--set {odd[0]}: {_NOT_CHECKED[odd[0]]}")
     if not model and (dtype != "auto" or options):
         raise SpecError(f"--{'dtype' if dtype != 'auto' else 'set'}: name a model, too; without one it is not used")
     if model and not bridges:
@@ -193,7 +201,8 @@ def _request_checks(
         model = built_model.model(spec.model, spec.precision, spec.seed, built_model.settle_torch(spec))
         if path:
             longest: int = model.policy.module.config.get_text_config().max_position_embeddings
-            spec = cast("RlSpec", with_values(spec, {"engine.max_context": min(longest, _CONTEXT)}))
+            asked: int = given.get("max_context", _CONTEXT)
+            spec = cast("RlSpec", with_values(spec, {"engine.max_context": min(longest, asked)}))
         try:
             return asyncio.run(_served_and_asked(spec, model, Path(home), own_prompts=bool(path)))
         except (TandemError, RuntimeError) as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tandem.spec.base import LocalPath, Spec
+from tandem.spec.vllm_arguments import OF_EVERY_RUN, check_form, replaced
 from tandem.types import OnUpdate
 
 
@@ -87,7 +88,17 @@ class VllmEngineSpec(_Process):
 
     arguments: tuple[str, ...] = Field(default=(), strict=False)
     """Further arguments of `vllm serve`, as ["--max-num-batched-tokens", "16384"]. Those that Tandem sets itself are
-    refused."""
+    refused. `tandem plan` does not read them."""
+
+    @model_validator(mode="after")
+    def _arguments_replace_nothing(self) -> Self:
+        check_form(self.arguments)
+        if name := replaced(self.arguments, OF_EVERY_RUN):
+            field = OF_EVERY_RUN[name]
+            raise ValueError(f"engine.arguments: --{name} is set by {(field and f'Tandem: set {field}') or 'Tandem'}")
+        if self.arguments and self.url:
+            raise ValueError("engine.arguments: are of a vLLM that the run starts, and engine.url names one that runs")
+        return self
 
     def gpus_of(self, replica: int) -> tuple[int, ...]:
         """Return the GPU numbers of one replica; empty means all GPUs."""

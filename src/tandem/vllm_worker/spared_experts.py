@@ -11,22 +11,23 @@ from typing import Any
 
 
 def spare_experts() -> None:
-    """Do so from now on in this process. Call it before the model is loaded."""
-    utils, manager = (importlib.import_module(f"vllm.lora.{name}") for name in ("utils", "model_manager"))
-    adapted = manager.get_supported_lora_modules
+    """Do so from now on in this process. Call it before the model is loaded. A vLLM that has other parts stays as it
+    is: layer_readers.py refuses experts that were prepared."""
+    try:
+        runner = importlib.import_module("vllm.lora.utils").MoERunner
+        manager = importlib.import_module("vllm.lora.model_manager")
+        settings = importlib.import_module("vllm.model_executor.layers.fused_moe.config").FusedMoEConfig
+        adapted, settled = manager.get_supported_lora_modules, settings.__post_init__
+    except (ImportError, AttributeError):
+        return
 
     def without_experts(model: Any) -> list[str]:
-        experts = {
-            path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, utils.MoERunner)
-        }
+        experts = {path.rpartition(".")[2] for path, part in model.named_modules() if isinstance(part, runner)}
         return [name for name in adapted(model) if name not in experts]
-
-    manager.get_supported_lora_modules = without_experts
-    settings = importlib.import_module("vllm.model_executor.layers.fused_moe.config").FusedMoEConfig
-    settled = settings.__post_init__
 
     def without_adapters(self: Any) -> None:
         self.is_lora_enabled = False  # otherwise kernels that take adapters, which a CPU does not have
         settled(self)
 
+    manager.get_supported_lora_modules = without_experts
     settings.__post_init__ = without_adapters

@@ -15,6 +15,7 @@ _NOT_INSPECTED, _REFUSED = "failed to be inspected", "validation error for"
 def first_cause(log: str) -> str:
     """Return the last error in the log that is a cause; empty if there is none."""
     lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
-    noticed = (*_NOTICED, _REFUSED) if _NOT_INSPECTED in log else _NOTICED
-    errors = [line for line in lines if _ERROR.match(line) and not any(mark in line for mark in noticed)]
+    errors = [line for line in lines if _ERROR.match(line) and not any(mark in line for mark in _NOTICED)]
+    if _NOT_INSPECTED in log:
+        errors = [line for line in errors if _REFUSED not in line] or errors
     return errors[-1][:500] if errors else ""

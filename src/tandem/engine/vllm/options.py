@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engine.vllm.tested_versions import is_since
-from tandem.errors import EngineError
+from tandem.errors import EngineError, SpecError
 from tandem.io.engine_messages import decoded
 from tandem.ops.vllm_token_protocol import URGENT_PLACES
+from tandem.spec.vllm_arguments import is_name, name_of, replaced
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for --max-lora-rank
 _EXTENSION = "tandem.vllm_worker.extension.TandemWorker"
@@ -72,7 +73,7 @@ class VllmOptions:
         return self._config.get("model_type", "")
 
     def arguments(self, socket: Path, version: str) -> list[str]:
-        """Return the arguments. EngineError if the user's own name one of them."""
+        """Return the arguments. SpecError if one of the user's own would replace one of them."""
         ours = [
             *("--model", self.model, "--served-model-name", "base", "--uds", str(socket)),
             *self._of_every_run(version),
@@ -80,11 +81,9 @@ class VllmOptions:
             *(self._on_cpu() if self.device == "cpu" else self._on_gpu()),
             *self._for_model(version),
         ]
-        if short := next((each for each in self.further if each[:1] == "-" and each[1:2].isalpha()), ""):
-            raise EngineError(f"engine.arguments: write the long name of '{short}', which begins with --")
-        if taken := sorted(_names(ours) & _names(self.further)):
-            raise EngineError(
-                f"engine.arguments: --{taken[0]} is set by Tandem, here as `{_as_given(taken[0], ours)}`; leave it out"
+        if name := replaced(self.further, [name_of(each) for each in ours if is_name(each)]):
+            raise SpecError(
+                f"engine.arguments: --{name} is set for this model, as `{_as_given(name, ours)}`; leave it out"
             )
         return [*ours, *self.further]
 
@@ -141,15 +140,6 @@ class VllmOptions:
             yield from ("--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}')
 
 
-def _name(argument: str) -> str:
-    """Return what vLLM takes an argument for: it accepts --max_num_seqs, --no-X, --X=1 and --X.field, too."""
-    return argument.removeprefix("--").partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("no-")
-
-
-def _names(arguments: Sequence[str]) -> set[str]:
-    return {_name(each) for each in arguments if each.startswith("--")}
-
-
 def _as_given(name: str, arguments: Sequence[str]) -> str:
-    place = next(number for number, each in enumerate(arguments) if each.startswith("--") and _name(each) == name)
-    return " ".join(each for each in arguments[place : place + 2] if each is arguments[place] or each[:2] != "--")
+    place = next(number for number, each in enumerate(arguments) if is_name(each) and name_of(each) == name)
+    return " ".join(each for each in arguments[place : place + 2] if each is arguments[place] or not is_name(each))
