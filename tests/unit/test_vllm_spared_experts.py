@@ -37,12 +37,14 @@ def as_vllm(monkeypatch: pytest.MonkeyPatch, *parts: Any) -> None:
 
 def test_experts_have_no_adapters_and_plain_kernels(monkeypatch: pytest.MonkeyPatch):
     manager: Any = SimpleNamespace(get_supported_lora_modules=lambda model: ["qkv_proj", "experts", "gate"])
+    plain = torch.nn.ModuleDict({"gate": torch.nn.Linear(2, 2)})
     monkeypatch.setattr(Settings, "__post_init__", Settings.__post_init__)
     as_vllm(monkeypatch, SimpleNamespace(MoERunner=Runner), manager, SimpleNamespace(FusedMoEConfig=Settings))
     spare_experts()
     layer = torch.nn.ModuleDict({"experts": Runner(), "gate": torch.nn.Linear(2, 2), "qkv_proj": torch.nn.Linear(2, 2)})
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer])})
-    assert manager.get_supported_lora_modules(model) == ["qkv_proj", "gate"]
+    assert manager.get_supported_lora_modules(model) == ["qkv_proj"]
+    assert manager.get_supported_lora_modules(plain) == ["qkv_proj", "experts", "gate"]
     made = Settings(is_lora_enabled=True)
     assert (made.is_lora_enabled, made.backend) == (False, "plain")
 
