@@ -192,9 +192,9 @@ def _leaf_before(layer: Any) -> Iterator[list[Tensor]]:
     leaf: list[Tensor] = []
 
     def cut(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden = given["hidden_states"] if "hidden_states" in given else args[0]
-        leaf.append(hidden.detach().requires_grad_())
-        return ((), {**given, "hidden_states": leaf[0]}) if not args else ((leaf[0], *args[1:]), given)
+        by_name = "hidden_states" in given
+        leaf.append((given["hidden_states"] if by_name else args[0]).detach().requires_grad_())
+        return (args, {**given, "hidden_states": leaf[0]}) if by_name else ((leaf[0], *args[1:]), given)
 
     handle = layer.register_forward_pre_hook(cut, with_kwargs=True)
     try:
