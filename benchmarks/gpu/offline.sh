@@ -6,7 +6,8 @@
 #     offline.sh unpack OUT        there, of the pieces that have come; the model is put together once both are there
 #     eval "$(offline.sh env)"     there: PYTHONPATH for Tandem; `trl-python` in /tmp/offline is the Python with TRL
 #
-# core: Tandem's light dependencies, and pytest. rest: reasoning-gym. pycosat, which its puzzles need and which has to be
+# core: those of Tandem's light dependencies that vLLM does not bring (it has pydantic and httpx: unpack it for runs with
+# the embedded engine, too), and pytest. rest: reasoning-gym. pycosat, which its puzzles need and which has to be
 # compiled, is replaced by a module that refuses. trl: TRL, datasets, pandas and pyarrow without what TRL does not load.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -65,5 +66,5 @@ case ${1:-} in
   pack) pack "$2" ;;
   unpack) unpack "$2" ;;
   env) echo "export PYTHONPATH=$here/src:$put/core:$put/rest:$site HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false" ;;
-  *) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+  *) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
