@@ -204,7 +204,7 @@ def test_the_type_and_the_engine_table_that_are_asked_for_are_checked(monkeypatc
         return []
 
     monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
-    monkeypatch.setattr(engine_commands, "_served_and_asked", note)
+    monkeypatch.setattr(engine_commands, "served_and_asked", note)
     module = make_model("tiny", byte_tokenizer(), 0)
     module.save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)

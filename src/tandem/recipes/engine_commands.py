@@ -204,12 +204,12 @@ def _request_checks(
             asked: int = given.get("max_context", _CONTEXT)
             spec = cast("RlSpec", with_values(spec, {"engine.max_context": min(longest, asked)}))
         try:
-            return asyncio.run(_served_and_asked(spec, model, Path(home), own_prompts=bool(path)))
+            return asyncio.run(served_and_asked(spec, model, Path(home), own_prompts=bool(path)))
         except (TandemError, RuntimeError) as error:
             return [OneCheck("requests", "failed", f"{type(error).__name__}: {error}")]
 
 
-async def _served_and_asked(spec: RlSpec, model: BuiltModel, home: Path, *, own_prompts: bool) -> list[OneCheck]:
+async def served_and_asked(spec: RlSpec, model: BuiltModel, home: Path, *, own_prompts: bool) -> list[OneCheck]:
     joined = run_engines.join(spec, model, home, unchecked=True)
     publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)
