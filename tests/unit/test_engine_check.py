@@ -137,9 +137,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def requests(
         python: str, device: str, model: str = "", bridge: str = "", dtype: str = "auto", options: Any = None
     ) -> list[OneCheck]:
-        return [
-            OneCheck(f"requests{model and f' to {model}'}{dtype.removeprefix('auto') and f' in {dtype}'}", "passed")
-        ]
+        kind = "" if dtype == "auto" else f" in {dtype}"
+        return [OneCheck(f"requests{model and f' to {model}'}{kind}", "passed")]
 
     monkeypatch.setattr(engine_commands, "_request_checks", requests)
     return found

@@ -95,7 +95,7 @@ class VllmEngineSpec(_Process):
         check_form(self.arguments)
         if name := replaced(self.arguments, OF_EVERY_RUN):
             field = OF_EVERY_RUN[name]
-            raise ValueError(f"engine.arguments: --{name} is set by {(field and f'Tandem: set {field}') or 'Tandem'}")
+            raise ValueError(f"engine.arguments: --{name} is set by Tandem{field and f': set {field}'}")
         if self.arguments and self.url:
             raise ValueError("engine.arguments: are of a vLLM that the run starts, and engine.url names one that runs")
         return self

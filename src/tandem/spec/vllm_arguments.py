@@ -31,13 +31,24 @@ def check_form(arguments: Sequence[str]) -> None:
 
 def replaced(arguments: Sequence[str], ours: Iterable[str]) -> str:
     """Return the first of our names that one of the arguments would set; empty if none would."""
-    names = [name_of(each) for each in arguments if is_name(each)]
+    names = names_in(arguments)
     return next((our for our in ours if any(our.startswith(name) for name in names)), "")  # abbreviations, too
 
 
-def is_name(argument: str) -> bool:
+def names_in(arguments: Sequence[str]) -> list[str]:
+    """Return the names without their values, in the one form that vLLM takes them for."""
+    return [_plain(each) for each in arguments if _is_name(each)]
+
+
+def as_given(name: str, arguments: Sequence[str]) -> str:
+    """Return the argument of this name with its value."""
+    place = next(number for number, each in enumerate(arguments) if _is_name(each) and _plain(each) == name)
+    return " ".join([arguments[place], *(each for each in arguments[place + 1 : place + 2] if not _is_name(each))])
+
+
+def _is_name(argument: str) -> bool:
     return argument.startswith("--")
 
 
-def name_of(argument: str) -> str:
+def _plain(argument: str) -> str:
     return argument.removeprefix("--").partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("no-")

@@ -13,7 +13,7 @@ from tandem.engine.vllm.tested_versions import is_since
 from tandem.errors import EngineError, SpecError
 from tandem.io.engine_messages import decoded
 from tandem.ops.vllm_token_protocol import URGENT_PLACES
-from tandem.spec.vllm_arguments import is_name, name_of, replaced
+from tandem.spec.vllm_arguments import as_given, names_in, replaced
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for --max-lora-rank
 _EXTENSION = "tandem.vllm_worker.extension.TandemWorker"
@@ -81,9 +81,9 @@ class VllmOptions:
             *(self._on_cpu() if self.device == "cpu" else self._on_gpu()),
             *self._for_model(version),
         ]
-        if name := replaced(self.further, [name_of(each) for each in ours if is_name(each)]):
+        if name := replaced(self.further, names_in(ours)):
             raise SpecError(
-                f"engine.arguments: --{name} is set for this model, as `{_as_given(name, ours)}`; leave it out"
+                f"engine.arguments: --{name} is set for this model, as `{as_given(name, ours)}`; leave it out"
             )
         return [*ours, *self.further]
 
@@ -138,8 +138,3 @@ class VllmOptions:
                 )
             # Pixels come normalised, as the trainer sees them. Videos are not known here.
             yield from ("--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}')
-
-
-def _as_given(name: str, arguments: Sequence[str]) -> str:
-    place = next(number for number, each in enumerate(arguments) if is_name(each) and name_of(each) == name)
-    return " ".join(each for each in arguments[place : place + 2] if each is arguments[place] or not is_name(each))
