@@ -8,7 +8,7 @@ ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
 REAL := .tandem/real
 
-.PHONY: install install-system docs quickstart test test-slow test-again test-all test-wheel test-vllm test-skypilot test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills control-budget control-upgrade control-cancels checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
+.PHONY: install install-system docs quickstart test test-slow test-again test-all test-wheel test-vllm test-skypilot test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types types-package types-scripts bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills control-budget control-upgrade control-cancels checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
 
 install: $(STAMP)
 
@@ -63,8 +63,12 @@ format: install
 	$(BIN)/ruff check --fix src tests benchmarks
 
 # The second time for scripts that `make test` does not run: a rename must not break them unseen.
-types: install
+types: types-package types-scripts
+
+types-package: install
 	$(BIN)/pyright
+
+types-scripts: install
 	$(BIN)/pyright -p benchmarks
 
 # The site, into build/site; strictly: a link that leads nowhere fails. It needs no network.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -95,6 +97,9 @@ LONGEST = [
 typer.testing._get_command = typer.main.get_command = cache(typer.main.get_command)
 """Once for each process, as in real use: the parsers of all commands take 0.2 s, and hundreds of tests want them."""
 _PAUSE_S, _REPEATS = 0.25, 2
+_UNTIL = float(os.environ.get("TANDEM_SLOW_TESTS_UNTIL", "inf"))
+"""After this time, in seconds since 1970, no further slow test begins: a slow machine's `.ci/run` must end, too."""
+_TIME_WAS_UP = "its time was up (TANDEM_SLOW_TESTS_UNTIL)"
 _machine = Standstill()
 _failed: set[str] = set()
 """Which phases of the test that ran last have failed."""
@@ -158,8 +163,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=_REPEATS, condition=_machine_stood_still))
 
 
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > _UNTIL and item.get_closest_marker("slow"):
+        pytest.skip(_TIME_WAS_UP)
     _machine.begin()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped: list[pytest.TestReport] = terminalreporter.stats.get("skipped", [])
+    if left_out := [report for report in skipped if _TIME_WAS_UP in str(report.longrepr)]:
+        files = sorted({report.nodeid.partition("::")[0] for report in left_out})
+        terminalreporter.section(f"{len(left_out)} slow tests were not run: {_TIME_WAS_UP}", bold=True)
+        terminalreporter.write_line(" ".join(files))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
