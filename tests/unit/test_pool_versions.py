@@ -101,6 +101,49 @@ def test_a_load_that_is_given_up_before_anybody_did_it_changes_nothing() -> None
     play(scenario)
 
 
+def test_once_an_engine_is_lost_the_others_do_not_wait_for_it_until_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As over `broadcast`, which gives a version to all engines or to none."""
+
+    async def scenario() -> None:
+        one, other = Script("one"), Script("other")
+        pool = EnginePool([one, other])
+        await bring_up(pool, 1)
+        for engine in (one, other):
+            engine.loading.clear()
+        loading = asyncio.ensure_future(pool.load(2))
+        await settle()
+        other.die()
+        with pytest.raises(EngineLost, match="other"):
+            await asyncio.wait_for(loading, 10)
+        assert pool.receivers == 1
+        assert (await pool.generate([1], Sampling())).versions == [1]
+        one.loading.set()
+        assert (await bring_up(pool, 2)).engines == ("one",)
+        await pool.close()
+
+    monkeypatch.setattr("tandem.engine.pool.OTHERS_HAVE_S", 0.05)
+    play(scenario)
+
+
+def test_an_engine_that_loads_while_another_is_lost_gets_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        one, other = Script("one"), Script("other")
+        pool = EnginePool([one, other])
+        await bring_up(pool, 1)
+        one.loading.clear()
+        other.die()
+        loading = asyncio.ensure_future(pool.load(2))
+        await settle()
+        one.loading.set()
+        assert (await loading).engines == ("one",)
+        await pool.close()
+
+    monkeypatch.setattr("tandem.engine.pool.OTHERS_HAVE_S", 10.0)
+    play(scenario)
+
+
 def test_engines_that_differ_and_say_that_they_agree_are_asked_nothing() -> None:
     async def scenario() -> None:
         one, other = Script("one"), Script("other")

@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SESSIONS_KEPT = 100_000
 TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # until an excluded engine is tried again; doubles each time
+OTHERS_HAVE_S = 5.0  # for a version, once an engine was lost; three times what the last version took, if that is more
 MOST_ASKED = 8  # a prompt that crashes engines must not crash them all, again and again
 _GONE = (EngineLost, EngineSilent)
 # Attaching again can mend these, and nothing else: another trainer may have taken an engine over.
@@ -66,6 +67,8 @@ class EnginePool:
         """Set when the set of watched engines changed."""
         self._meet_again = asyncio.Event()
         """Set when the present engines differ from those that were attached."""
+        self._load_s: float | None = None
+        """What the last version took."""
 
     @property
     def version(self) -> int:
@@ -158,16 +161,17 @@ class EnginePool:
         if not asked:
             raise EngineLost("pool: no engine is left")
         loads = [asyncio.ensure_future(_load(member, version)) for member, _ in asked]
+        began = asyncio.get_running_loop().time()
         try:
-            await asyncio.wait(loads)  # for all: an engine that still waited would receive the next version instead
+            await self._wait(loads)
         except asyncio.CancelledError:
-            for load in loads:
-                load.cancel()
-            await asyncio.gather(*loads, return_exceptions=True)
+            await _cancel(loads)
             self._settle(asked, loads)
             raise
         served, errors = self._settle(asked, loads)
-        for error in errors:
+        if not errors:
+            self._load_s = asyncio.get_running_loop().time() - began
+        for error in sorted(errors, key=lambda error: (isinstance(error, _CURABLE), not isinstance(error, _GONE))):
             if not served or not isinstance(error, _CURABLE):
                 raise error
         if len({(each.version, *sorted(each.fingerprints.items())) for each in served}) > 1:
@@ -176,6 +180,18 @@ class EnginePool:
             raise SyncError(f"pool: asked for version {version}, and the engines hold different weights")
         self._came.set()
         return _merged(served)
+
+    async def _wait(self, loads: Collection[asyncio.Future[Served]]) -> None:
+        """Wait for all: an engine that still waited would receive the next version instead. If one is lost, the others
+        have a while: some bridges give a version to all or to none, and would wait for the lost one."""
+        waiting = set(loads)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            lost = any(isinstance(load.exception(), _GONE) for load in done if not load.cancelled())
+            if lost and waiting and self._load_s is not None:
+                _, waiting = await asyncio.wait(waiting, timeout=max(OTHERS_HAVE_S, 3 * self._load_s))
+                await _cancel(waiting)
+                return
 
     def _settle(
         self, asked: Collection[tuple[_Member, int]], loads: Sequence[asyncio.Future[Served]]
@@ -327,6 +343,12 @@ class EnginePool:
         if not answers or not self._those("in"):
             raise EngineLost("pool: no engine is left")
         return answers
+
+
+async def _cancel(loads: Collection[asyncio.Future[Served]]) -> None:
+    for load in loads:
+        load.cancel()
+    await asyncio.gather(*loads, return_exceptions=True)
 
 
 async def _load(member: _Member, version: int) -> Served:
