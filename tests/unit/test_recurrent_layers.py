@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BloomConfig, JambaConfig, Lfm2Config
+from transformers import AutoModelForCausalLM, BloomConfig, JambaConfig, Lfm2Config, Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tandem.algo import sft
 from tandem.build import built_model
@@ -151,6 +154,41 @@ def test_kernels_without_a_gradient_are_refused_before_the_first_step(lora: Lora
     module.model.layers[2].conv.in_proj.register_forward_hook(planted)
     with pytest.raises(SpecError, match="no gradient here: RuntimeError: upgrade Triton"):
         CausalPolicy(module, byte_tokenizer(), lora=lora).check_gradient()
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_kernels_of_a_package_stay_only_if_they_compute_a_gradient(
+    monkeypatch: pytest.MonkeyPatch, *, has_gradient: bool
+):
+    def no_gradient(_: Tensor) -> None:
+        raise RuntimeError("upgrade Triton")
+
+    asked = [0]
+    in_torch = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+
+    @wraps(in_torch)
+    def kernel(*args: Any, **given: Any) -> Any:
+        asked[0] += 1
+        made, last = in_torch(*args, **given)
+        if made.requires_grad and not has_gradient:
+            made.register_hook(no_gradient)
+        return made, last
+
+    config = Qwen3_5TextConfig(
+        hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        vocab_size=320, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    model = CausalPolicy(AutoModelForCausalLM.from_config(config), byte_tokenizer())
+    expected = gradients(model, micro(rows()))
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", kernel)
+    model.check_gradient()
+    asked[0] = 0
+    found = gradients(model, micro(rows()))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert (model.forward.why_in_torch, asked[0] > 0) == (
+        ("", True) if has_gradient else ("RuntimeError: upgrade Triton", False)
+    )
 
 
 def test_an_adapter_that_a_layer_never_uses_does_not_hide_the_others_gradient():

@@ -31,6 +31,9 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         found.append(("packing of sequences", True, False, forward.why_alone))
     if forward.is_recurrent:
         found.append(("packing of sequences", "recurrent layers: a row for each sequence", True, ""))
+    if forward.why_in_torch:
+        why_not = f"torch computes them, more slowly, for the kernels compute no gradient here: {forward.why_in_torch}"
+        found.append(("kernels of recurrent layers", True, False, why_not))
     if model.policy.vision is not None:
         found.append(("images", "the vision tower is frozen", True, ""))
     if model.crew is not None:

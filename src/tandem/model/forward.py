@@ -50,6 +50,8 @@ class Forward:
         self._num_recurrent = attention_masks.num_recurrent(module.config)
         self.why_alone = why_alone(module)
         """Why each sequence has a row of its own; empty if sequences can share rows."""
+        self.why_in_torch = ""
+        """Why torch computes the recurrent layers of a model that is trained, in place of a package's kernels."""
         if self.is_recurrent:
             why_not_compiled = why_not_compiled or "recurrent layers gather their sequences, which is not compiled"
         self.why_masked = (
@@ -168,8 +170,8 @@ def why_alone(module: Any) -> str:
 
 
 def check_gradient(module: Any) -> None:
-    """Raise SpecError if recurrent layers compute no gradient here. That of a gated delta net, by the kernels of
-    flash-linear-attention, is wrong with some versions of Triton: those kernels refuse it, and only in training."""
+    """Raise SpecError if recurrent layers compute no gradient here, as packages' kernels do with some versions of
+    Triton."""
     trained = [layer for layer in _layers(module) if any(each.requires_grad for each in layer.parameters())]
     if not trained or not attention_masks.num_recurrent(module.config):
         return

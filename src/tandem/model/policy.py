@@ -22,7 +22,7 @@ from tandem.model.forward import Forward, check_gradient, why_alone
 from tandem.model.lora import add_lora
 from tandem.model.quantized_base import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
-from tandem.ops import attention_masks, packed_attention
+from tandem.ops import attention_masks, packed_attention, recurrent_layers
 from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors, move_in, stand_on
 from tandem.ops.vision import Vision, copied, sees
@@ -90,7 +90,8 @@ class CausalPolicy:
         self._inside(self.head.check, module)
 
     def check_gradient(self) -> None:
-        """Raise SpecError if kernels of this model compute no gradient here. For a policy that will be trained."""
+        """Raise SpecError if layers of this model compute no gradient here. For a policy that will be trained."""
+        self.forward.why_in_torch = recurrent_layers.why_in_torch(self.module)
         self._inside(check_gradient, self.module)
 
     def _make_head(self, module: Any) -> Head:

@@ -11,10 +11,12 @@ Shapes: P positions of all rows, S sequences of a call, W positions of its longe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,40 @@ _PADDING = 256
 """Most positions of padding in a call of sequences that have a row each; one more call costs about as much."""
 _NAMES = ("linear_attn", "mamba", "conv")
 """What the layers of transformers' models call their recurrent part."""
+_DELTA_RULE = "torch_chunk_gated_delta_rule"
+"""A function in transformers' modules. It calls the kernel of a package where there is one, and wraps torch's own."""
+
+
+def why_in_torch(module: Any) -> str:
+    """Let torch compute gated delta nets, in the whole process, if a package's kernel computes no gradient here. Return
+    what that says; empty if nothing changed.
+
+    The gradient by flash-linear-attention's kernels is wrong with some versions of Triton: they refuse it, and only in
+    training."""
+    why = ""
+    for modeling in {sys.modules[type(part).__module__] for part in module.modules()}:
+        function = getattr(modeling, _DELTA_RULE, None)
+        if function is None or (in_torch := unwrap(function)) is function:
+            continue
+        try:
+            _try_gradient(function, module.config.get_text_config(), module.device, module.dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a compiler may run here, and torch's own is there for all else
+            why = f"{type(error).__name__}: {str(error)[:500]}"
+            setattr(modeling, _DELTA_RULE, in_torch)
+    return why
+
+
+def _try_gradient(
+    delta_rule: Callable[..., tuple[Tensor, Any]], config: Any, device: torch.device, dtype: torch.dtype
+) -> None:
+    key, value = ((1, 64, 1, size) for size in (config.linear_key_head_dim, config.linear_value_head_dim))
+    begin = partial(torch.ones, device=device, dtype=dtype)
+    values = begin(value, requires_grad=True)
+    decay, strength = -begin(1, 64, 1).float(), begin(1, 64, 1)
+    made, _ = delta_rule(begin(key), begin(key), values, g=decay, beta=strength, use_qk_l2norm_in_kernel=True)
+    torch.autograd.grad(made.float().sum(), values)
 
 
 class Sequences(NamedTuple):
