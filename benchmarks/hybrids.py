@@ -102,8 +102,11 @@ def measured(name: str, device: str) -> Iterator[list[str]]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     module = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
     policy = CausalPolicy(module, tokenizer, packed=device != "cpu")
+    policy.check_gradient()  # as a run does: torch computes what kernels compute no gradient of
     forward = policy.forward
     assert forward.is_recurrent, forward.why_alone
+    if forward.why_in_torch:
+        note(f"{name}: torch computes the recurrent layers: {forward.why_in_torch}")
     shares = shares_unmasked if forward.shares_freely else shares_masked(config.hidden_size)
     for work, make in (("conversations", packing.conversations), ("answers", answers)):
         taken: dict[str, list[float]] = {"alone": [], "shared": []}
