@@ -40,6 +40,7 @@ from tandem.types import Completion, MicroBatch, Sampling, Trajectory
 
 NEAR = 1e-5
 """Largest difference of two computations of one logprob in float32."""
+_OF_DECAY = ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_ba.weight", ".a_proj.weight")
 PROMPT = TOKENIZER.encode("<|user|>sort waltz, and tell me how it is done, step by step<|end|><|assistant|>")
 _STAGE = SftStage(steps=1, lr=1e-2)
 SPOKEN = [TOKENIZER.encode(text) for text in ("altwz<|end|>", "a, then l, then t<|end|>", "no<|end|>")]
@@ -115,11 +116,14 @@ def same_gradient(model: BuiltModel, given: Sequence[Trajectory]) -> None:
         )
     packed, single = gradients
     for name in single:
-        # float32 rounds the gradient of a gated delta net's decay more coarsely: in Qwen3.5 packed and single sequences
-        # differ by 1.4e-5, and by 4e-14 where all is computed in float64.
-        most = 10 * NEAR if ".linear_attn." in name else NEAR
+        # float32 rounds the gradient of a gated delta net's decay more coarsely: a few numbers of packed and single
+        # sequences differ by up to 2.3e-5, and in Qwen3.5 by 4e-14 where all is computed in float64.
+        most = 10 * NEAR if ".linear_attn." in name and name.endswith(_OF_DECAY) else NEAR
         if not (packed[name] - single[name]).norm() <= most * (1 + single[name].norm()):
             raise Different(f"the gradient of {name} differs between packed and single sequences")
+    apart = torch.stack([(packed[name] - single[name]).norm() for name in single]).norm()
+    if not apart <= NEAR * torch.stack([each.norm() for each in single.values()]).norm():
+        raise Different("the gradient differs between packed and single sequences")
 
 
 def sft_trainer(model: BuiltModel) -> Trainer:
