@@ -61,6 +61,14 @@ def gemma(config: type, model: type, **sizes: Any) -> Any:
     return tiny(config, model, **sizes)
 
 
+def delta_net() -> Any:
+    return tiny(
+        transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    )  # fmt: skip
+
+
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3": qwen3_preset,
     "qwen3-eager": lambda: qwen3_preset("eager"),
@@ -92,6 +100,24 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         num_key_value_heads=2,
         intermediate_size=96,
         logits_scaling=4.0,
+    ),
+    "qwen3.5-delta-net": delta_net,
+    "lfm2-convolutions": lambda: tiny(
+        transformers.Lfm2Config,
+        transformers.Lfm2ForCausalLM,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        layer_types=["conv", "full_attention"],
+    ),
+    "falcon-h1-both": lambda: tiny(
+        transformers.FalconH1Config,
+        transformers.FalconH1ForCausalLM,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_ssm=128,
+        mamba_d_state=16,
     ),
 }
 

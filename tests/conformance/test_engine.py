@@ -61,7 +61,7 @@ def with_seed(sampling: Sampling, seed: int) -> Sampling:
     return Sampling(**{name: getattr(sampling, name) for name in sampling.__slots__} | {"seed": seed})
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "mistral-sliding", "gemma2-softcap-mixed"])
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral-sliding", "gemma2-softcap-mixed", "qwen3.5-delta-net"])
 def test_logprobs_are_those_of_a_teacher_forced_forward_when_all_settings_share_a_batch(architecture: str) -> None:
     module = ARCHITECTURES[architecture]()
     requests = [

@@ -28,6 +28,7 @@ from engines import (
 from server_engine import LinkedBridge
 
 from tandem.bridge.inproc import InprocBridge
+from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
 from tandem.errors import EngineError, SpecError, SyncError, SyncTimeout
 from tandem.ops.named_tensors import live_tensors, whereabouts
 from tandem.types import Completion, Sampling, Weights
@@ -49,7 +50,7 @@ def receivers(kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", ["llama-gqa", "mistral-sliding"])
+@pytest.mark.parametrize("architecture", ["llama-gqa", "mistral-sliding", "falcon-h1-both"])
 def test_every_token_is_exact_for_the_version_that_its_span_names(kind: str, architecture: str) -> None:
     module = ARCHITECTURES[architecture]()
     before = copy.deepcopy(module)
@@ -239,19 +240,18 @@ def test_closing_ends_whoever_waits(kind: str) -> None:
                 transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1)
             ),
         ),
-        (
-            "qwen3_next",
-            lambda: tiny(
-                transformers.Qwen3NextConfig,
-                transformers.Qwen3NextForCausalLM,
-                num_key_value_heads=2,
-                layer_types=["linear_attention", "full_attention"],
-                intermediate_size=32,
-            ),
-        ),
         ("lfm2", lambda: tiny(transformers.Lfm2Config, transformers.Lfm2ForCausalLM, layer_types=["conv"] * 2)),
     ],
 )
-def test_layers_that_carry_a_state_are_refused_by_name(name: str, make: Callable[[], Any]) -> None:
+def test_models_without_attention_are_refused_by_name(name: str, make: Callable[[], Any]) -> None:
     with pytest.raises(SpecError, match=f"{name} has layers of kind (linear_attention|conv)"):
         make_engine("inline", make())
+
+
+def test_a_hybrid_whose_states_are_not_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = RecurrentCacheLayer.update_recurrent_state
+    monkeypatch.setattr(
+        RecurrentCacheLayer, "update_recurrent_state", lambda self, states, *_: keep(self, torch.zeros_like(states))
+    )
+    with pytest.raises(SpecError, match="qwen3_5_text has recurrent layers .* steps give another result than the whole"):
+        make_engine("inline", ARCHITECTURES["qwen3.5-delta-net"]())

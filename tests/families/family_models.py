@@ -26,6 +26,10 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+
 
 class Family(NamedTuple):
     models: str
@@ -44,10 +48,12 @@ FAMILIES: dict[str, Family] = {
     "Qwen2": Family("Qwen 2 and 2.5", "Qwen2Config", {"hidden_size": 128}),
     "Qwen3": Family("Qwen 3", "Qwen3Config"),
     "Qwen3-MoE": Family("Qwen 3 MoE", "Qwen3MoeConfig", _EXPERTS),
-    "Qwen3-Next": Family("Qwen 3 Next", "Qwen3NextConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
-    "Qwen3.5": Family("Qwen 3.5, text", "Qwen3_5TextConfig"),
+    "Qwen3-Next": Family(
+        "Qwen 3 Next", "Qwen3NextConfig", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}
+    ),
+    "Qwen3.5": Family("Qwen 3.5, text", "Qwen3_5TextConfig", _DELTA),
     "Qwen3.5-MoE": Family(
-        "Qwen 3.5 MoE, text", "Qwen3_5MoeTextConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}
+        "Qwen 3.5 MoE, text", "Qwen3_5MoeTextConfig", {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}
     ),
     "Mixtral": Family("Mixtral", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Gemma": Family("Gemma 1", "GemmaConfig"),

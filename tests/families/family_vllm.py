@@ -21,6 +21,10 @@ ROWS = Path(__file__).with_name("vllm_rows.jsonl")
 _LOGPROBS = "logprobs match the trainer's"
 _DELTA_NETS = ("Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE")
 """Families that vLLM's CPU build computes in bfloat16 alone, and on a GPU with a choice of kernels."""
+_PUBLISHED_DELTA_NETS = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+"""Sizes that vLLM's kernels are made for."""
 _ON_GPU: dict[str, dict[str, Any]] = {
     # vLLM 0.26 takes their heads to be as wide as together fill the hidden size.
     "OLMo3": {"hidden_size": 128},
@@ -63,6 +67,8 @@ def row(name: str, python: str, device: Any, bridge: str, at_once: int) -> dict[
     torch.set_num_threads(1)
     family, on_gpu = FAMILIES[name], device == "cuda"
     options: dict[str, Any] = {}
+    if name in _DELTA_NETS:
+        family = family._replace(sizes={**family.sizes, **_PUBLISHED_DELTA_NETS})
     if on_gpu:
         family = family._replace(sizes={**family.sizes, **_ON_GPU.get(name, {})})
         several = _SEVERAL if at_once > 1 else []

@@ -15,8 +15,9 @@ from tandem.build.built_model import embedded_refuses
     ("config", "refused"),
     [
         (LlamaConfig(), False),
-        (Lfm2Config(layer_types=["conv", "full_attention"] * 16), True),
-        (JambaConfig(), True),
+        (Lfm2Config(layer_types=["conv", "full_attention"] * 16), False),
+        (Lfm2Config(layer_types=["conv"] * 32), True),
+        (JambaConfig(), False),
         (MambaConfig(), True),
         (BloomConfig(), True),
     ],

@@ -16,14 +16,21 @@ _RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """Kinds of layers that read their row from its left; a hybrid layer has attention beside that."""
 
 
+WAY_OUT = (
+    "vLLM may (`tandem engine check --model` says so): for a run set engine.kind = 'vllm', to serve it pass --engine "
+    "vllm. SFT and DPO need no engine"
+)
+
+
 def check_attention(config: Any) -> None:
-    """Raise SpecError unless a mask describes the attention, so that the embedded engine can batch sequences."""
+    """Raise SpecError unless a mask describes the attention, or a state for each row the other layers, so that the
+    embedded engine can batch sequences."""
     config = config.get_text_config()
-    if odd := beyond_masks(config):
+    with_state = num_recurrent(config) and {*_MASKED, "hybrid"}.intersection(config.layer_types)  # beside attention
+    if (odd := beyond_masks(config)) and not with_state:
         raise SpecError(
             f"model: {config.model_type} has layers of kind {', '.join(odd)}, which the embedded engine cannot batch; "
-            "vLLM may (`tandem engine check --model` says so): for a run set engine.kind = 'vllm', to serve it pass "
-            "--engine vllm. SFT and DPO need no engine"
+            f"{WAY_OUT}"
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise SpecError(_SHARED.format(config.model_type))

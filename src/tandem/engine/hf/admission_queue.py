@@ -53,6 +53,10 @@ class QueuedRequest:
     """Place in the queue; the lowest is first."""
 
     @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.ids)
+
+    @property
     def final_length(self) -> int:
         return len(self.prompt) + self.sampling.max_tokens
 

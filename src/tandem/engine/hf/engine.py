@@ -16,6 +16,7 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,17 +24,18 @@ from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
-from tandem.engine.hf.kv_cache import KvCache
+from tandem.engine.hf.kv_cache import KvCache, KvCacheLayer
 from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.prefill_batch import PrefillBatch
 from tandem.engine.hf.prompt_graphs import PromptGraphs
+from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer, state_bytes
 from tandem.engine.hf.row_state import RowState
 from tandem.engine.hf.sampler import draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
 from tandem.engine.hf.shared_copy import twin
 from tandem.engine.hf.staged_weights import StagedWeights
 from tandem.errors import EngineError, SamplingRefused, SyncError
-from tandem.ops import attention_masks, digest
+from tandem.ops import attention_masks, digest, option_report
 from tandem.ops.byte_sizes import position_bytes
 from tandem.ops.device_names import device_name
 from tandem.ops.image_places import why_misplaced
@@ -96,17 +98,24 @@ class EmbeddedEngine:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         itemsize = next(module.parameters()).element_size()
-        self._kv_positions = int(kv_gib * 2**30 / position_bytes(config.num_hidden_layers, heads, head_dim, itemsize))
-        self._cache = KvCache(config.num_hidden_layers, self._kv_positions)
+        layers: int = config.num_hidden_layers
+        self._is_recurrent, room = bool(attention_masks.num_recurrent(config)), kv_gib * 2**30
+        if self._is_recurrent:  # half of the memory is for its states
+            of_a_row = state_bytes(self._head, layers, self._device)
+            max_running = max(1, min(max_running, int(room / 2 / of_a_row) - 1))
+            room -= min(room / 2, (max_running + 1) * of_a_row)
+        self._kv_positions = int(room / position_bytes(layers, heads, head_dim, itemsize))
         rows = max_running + 1  # the last row is for an urgent request
+        of_layer = RecurrentCacheLayer if self._is_recurrent else KvCacheLayer
+        self._cache = KvCache(layers, self._kv_positions, of_layer, max_rows=rows)
         self._state = RowState(rows, self._device)
         self.steps: DecodeSteps | None = None
         """Decode steps without masks; None: `eager`."""
         self.prompts: PromptGraphs | None = None
         """Prompts that come alone; None: `eager`."""
-        if not eager:
-            layers, most = config.num_hidden_layers, self.max_context
-            most = min(most, getattr(config, "max_position_embeddings", most))
+        self._why_launched = "" if eager or not self._is_recurrent else "steps of recurrent layers are not recorded"
+        if not eager and not self._is_recurrent:
+            most = min(self.max_context, getattr(config, "max_position_embeddings", self.max_context))
             self.steps = DecodeSteps(module, self._head, self._cache, self._state, layers=layers)
             self.prompts = PromptGraphs(self._head, self._cache, self._state, layers=layers, most_positions=most)
         self._waiting = AdmissionQueue(
@@ -241,6 +250,8 @@ class EmbeddedEngine:
         reply["digests"] = digest.fused(next(self._module.parameters()).device)
         if self.steps is not None and self.prompts is not None:
             reply |= {"graphs": self.steps.report, "prompt_graphs": self.prompts.report}
+        elif self._why_launched:
+            reply |= dict.fromkeys(("graphs", "prompt_graphs"), option_report.requested("graphs", self._why_launched))
         if source.carries == "adapter":
             reply["base"] = await self._call(self._holding.fingerprints)
         source.attached(reply)
@@ -456,11 +467,17 @@ class EmbeddedEngine:
         width = 0 if self.prompts is None else self.prompts.width_for(wave)
         if width and (first + 1) * self._length_alone(wave[0], width) <= self._kv_positions:
             return self._prefill_alone(wave[0], width)
-        wave.sort(key=lambda request: self._adapters.place(request.adapter))
+        wave.sort(key=lambda request: (self._is_recurrent * request.length, self._adapters.place(request.adapter)))
+        self._cache.reserve(first + len(wave), max(*(request.length + 1 for request in wave), self._longest()))
+        together = groupby(wave, key=lambda request: self._is_recurrent * request.length)
+        return torch.cat([self._prefill_together([*same]) for _, same in together])
+
+    def _prefill_together(self, wave: list[QueuedRequest]) -> Tensor:
         batch = PrefillBatch(wave, self._device)
         self._adapters.plan(batch.adapters, batch.width)
-        self._cache.reserve(first + len(wave), max(batch.width + 1, self._longest()))
-        return batch.logits(self._head, self._cache, self._state)
+        logits_SV = batch.logits(self._head, self._cache, self._state)
+        self._cache.num_rows += len(wave)
+        return logits_SV
 
     def _prefill_alone(self, request: QueuedRequest, width: int) -> Tensor:
         assert self.prompts is not None
@@ -471,7 +488,7 @@ class EmbeddedEngine:
 
     def _length_alone(self, request: QueuedRequest, width: int) -> int:
         """The cache doubles at the widths, so one position more than is needed would move it, and drop its graphs."""
-        return max(width, len(request.prompt) + len(request.ids) + 1, self._longest())
+        return max(width, request.length + 1, self._longest())
 
     def _decode_step(self) -> Tensor:
         rows, adapters = len(self._running), [request.adapter for request in self._running]
@@ -531,7 +548,7 @@ class EmbeddedEngine:
     # --- rows
 
     def _longest(self) -> int:
-        return max((len(request.prompt) + len(request.ids) for request in self._running), default=0)
+        return max((request.length for request in self._running), default=0)
 
     def _forget_cancelled(self) -> None:
         self._close_gaps([row for row, request in enumerate(self._running) if request.answer.done()])

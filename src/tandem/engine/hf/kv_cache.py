@@ -5,6 +5,7 @@ Shapes: S rows, H heads, L positions, D head size.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -75,10 +76,18 @@ class KvCacheLayer(CacheLayerMixin):
 
 
 class KvCache(Cache):
-    """The cache. It doubles when it grows, up to `max_positions` (rows times length), then grows to the exact size."""
+    """The cache. It doubles when it grows, up to `max_positions` (rows times length), then grows to the exact size.
+    `kind`: of its layers. `max_rows`: that there will ever be."""
 
-    def __init__(self, num_layers: int, max_positions: int) -> None:
-        self._max_positions = max_positions
+    def __init__(
+        self,
+        num_layers: int,
+        max_positions: int,
+        kind: type[KvCacheLayer] = KvCacheLayer,
+        *,
+        max_rows: int = sys.maxsize,
+    ) -> None:
+        self._max_positions, self._max_rows = max_positions, max_rows
         self.rows_held, self.length_held = 8, 64
         self.moved = 0
         """How often its memory was replaced."""
@@ -89,7 +98,7 @@ class KvCache(Cache):
         """In prefill: the number of each new row's prompt."""
         self.targets: slice | Tensor = slice(0)
         """In prefill: the new rows. A graph finds them in a tensor."""
-        super().__init__(layers=[KvCacheLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[kind(self) for _ in range(num_layers)])
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` live rows of `length` positions."""
@@ -97,6 +106,7 @@ class KvCache(Cache):
             return
         # From the needed size, not the current one: many short rows and then one long row do not need many long rows.
         self.rows_held, self.length_held = cache_held(rows, length, self._max_positions)
+        self.rows_held = min(self.rows_held, self._max_rows)
         self.moved += 1
         for layer in self.layers:
             layer.resize(self.rows_held, self.length_held, self.num_rows)  # pyright: ignore[reportAttributeAccessIssue]

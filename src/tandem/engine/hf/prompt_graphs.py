@@ -46,7 +46,7 @@ class PromptGraphs:
         """Return how wide the one prompt of a wave is run here; 0: the wave is not."""
         if self.graphs.why_not or len(wave) > 1 or wave[0].sampling.images:
             return 0
-        length = len(wave[0].prompt) + len(wave[0].ids)
+        length = wave[0].length
         return next((width for width in WIDTHS if length <= width <= self._most), 0)
 
     def run(self, row: int, request: QueuedRequest, width: int, *, adapters: int, by_launches: bool) -> Tensor:

@@ -1,0 +1,128 @@
+"""The cache of a hybrid: its recurrent layers have a state for each row, in place of keys and values or beside them.
+
+A state holds all of a row so far. So a prompt must end where its row ends: prompts of a prefill that differ in length
+are computed one length after the other.
+
+Shapes: S rows, P prompts, T positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from tandem.engine.hf.graphs_by_kind import first_line, why_far
+from tandem.engine.hf.kv_cache import KvCache, KvCacheLayer
+from tandem.errors import SpecError
+from tandem.ops import attention_masks
+from tandem.ops.lm_head import Head
+
+_CONV, _RECURRENT = "conv", "recurrent"
+
+
+class RecurrentCacheLayer(  # pyright: ignore[reportIncompatibleMethodOverride]
+    KvCacheLayer, LinearAttentionCacheLayerMixin
+):
+    """One layer. A prefill begins without a state; a decode step reads and writes those of the live rows, which are
+    views: some of transformers' layers change them in place."""
+
+    number_of_states, record_past = 1, False
+
+    def __init__(self, cache: KvCache) -> None:
+        super().__init__(cache)
+        self._states: dict[str, Tensor] = {}
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:
+        return {0: self._owner.copies is None and bool(self._states)}
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {0: self._live(_CONV)}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {0: self._live(_RECURRENT)}
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Take what the last positions of prompts leave. Return all positions, as many as a kernel has at least."""
+        width = conv_kernel_size or conv_states.shape[-1]
+        padded = functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self._put(_CONV, padded[..., -width:])
+        return padded
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+        return self._put(_RECURRENT, recurrent_states)
+
+    def state_bytes(self) -> int:
+        """Of one row."""
+        return sum(memory[0].numel() * memory.element_size() for memory in self._states.values())
+
+    def resize(self, rows: int, length: int, live_rows: int) -> None:
+        super().resize(rows, length, live_rows)
+        for name, old in self._states.items():
+            new = self._states[name] = old.new_zeros(rows, *old.shape[1:])
+            new[:live_rows] = old[:live_rows]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        super().move(source, target)
+        for memory in self._states.values():
+            memory[target] = memory[source]
+
+    def clear(self, row: int) -> None:
+        super().clear(row)
+        for memory in self._states.values():
+            memory[row] = 0.0
+
+    def _live(self, name: str) -> Tensor | None:
+        memory = self._states.get(name)
+        return None if memory is None else memory[: self._owner.num_rows]
+
+    def _put(self, name: str, states: Tensor) -> Tensor:
+        cache = self._owner
+        if cache.copies is None:
+            live = self._live(name)
+            assert live is not None, "a decode step before a prefill"
+            return live.copy_(states)
+        if name not in self._states:
+            self._states[name] = states.new_zeros(cache.rows_held, *states.shape[1:])
+        self._states[name][cache.targets] = states[cache.copies]
+        return states
+
+
+@torch.no_grad()
+def state_bytes(head: Head, layers: int, device: torch.device) -> int:
+    """Return the bytes of one row's states. Compare two prompts and a step after each with whole passes first."""
+    config = head.config
+    ids_2T = (torch.arange(2 * 9, device=device).view(2, 9) * 7 + 1) % head.num_ids
+    positions_T = torch.arange(9, device=device)
+    cache = KvCache(layers, 2**16, RecurrentCacheLayer)
+    try:
+        whole_2TH = head.hidden(ids_2T, positions_T.expand(2, -1), attention_masks.of_prompts(config, positions_T))
+        for number, length in enumerate((8, 5)):  # each alone, as prompts of two lengths are
+            cache.targets, cache.copies, cache.view = slice(number, number + 1), positions_T[:1], length
+            before_T = positions_T[:length]
+            mask = attention_masks.of_prompts(config, before_T)
+            head.hidden(ids_2T[number : number + 1, :length], before_T[None], mask, cache)
+        ends_2 = torch.tensor([8, 5], device=device)
+        cache.num_rows, cache.copies, cache.positions, cache.view = 2, None, ends_2, 9
+        query_2111 = ends_2[:, None, None, None]
+        mask = attention_masks.for_model(config, positions_T <= query_2111, query_2111, positions_T)
+        rows_2 = positions_T[:2]
+        found_21H = head.hidden(ids_2T[rows_2, ends_2][:, None], ends_2[:, None], mask, cache)
+        why = why_far(found_21H[:, 0], whole_2TH[rows_2, ends_2], "steps give another result than the whole text")
+    except Exception as error:  # noqa: BLE001 - a model's own code runs here
+        why = first_line(error)
+    found = sum(layer.state_bytes() for layer in cache.layers if isinstance(layer, RecurrentCacheLayer))
+    if why or not found:
+        raise SpecError(
+            f"model: {config.get_text_config().model_type} has recurrent layers that the embedded engine cannot "
+            f"compute step by step: {why or 'they leave no state'}; {attention_masks.WAY_OUT}"
+        )
+    return found
