@@ -81,7 +81,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_engine")
 def test_layers_that_the_server_cannot_batch_are_refused_before_it_starts_as_in_process(tmp_path: Path):
-    bench = Bench(Family("Bloom", "BloomConfig"), tmp_path)
+    bench = Bench(Family("Bloom", "BloomConfig", attention="eager"), tmp_path)
     names = [name for name, traits in BRIDGES.items() if not traits.in_process]
     (told,) = {suite.outcome(cell, bench) for cell in ("all weights, inproc", *names)}
     assert told.startswith("model: bloom has layers of kind ALiBi, which the embedded engine cannot batch; vLLM may (")

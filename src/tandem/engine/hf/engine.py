@@ -24,11 +24,10 @@ from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
-from tandem.engine.hf.kv_cache import KvCache, KvCacheLayer
 from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.prefill_batch import PrefillBatch
 from tandem.engine.hf.prompt_graphs import PromptGraphs
-from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer, state_bytes
+from tandem.engine.hf.recurrent_cache import make_cache
 from tandem.engine.hf.row_state import RowState
 from tandem.engine.hf.sampler import draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
@@ -36,7 +35,6 @@ from tandem.engine.hf.shared_copy import twin
 from tandem.engine.hf.staged_weights import StagedWeights
 from tandem.errors import EngineError, SamplingRefused, SyncError
 from tandem.ops import attention_masks, digest, option_report
-from tandem.ops.byte_sizes import position_bytes
 from tandem.ops.device_names import device_name
 from tandem.ops.image_places import why_misplaced
 from tandem.ops.lm_head import Head
@@ -94,20 +92,12 @@ class EmbeddedEngine:
             max_context=max_context, kv_gib=kv_gib, inline=inline, grammars=grammars, vision=vision, is_twin=True,
         )  # fmt: skip
         self._end_ids, self._decode, self._inline, self._grammars = end_ids, decode, inline, grammars
-        self._device = next(module.parameters()).device
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        itemsize = next(module.parameters()).element_size()
+        first: Tensor = next(module.parameters())
+        self._device = first.device
         layers: int = config.num_hidden_layers
-        self._is_recurrent, room = bool(attention_masks.num_recurrent(config)), kv_gib * 2**30
-        if self._is_recurrent:  # half of the memory is for its states
-            of_a_row = state_bytes(self._head, layers, self._device)
-            max_running = max(1, min(max_running, int(room / 2 / of_a_row) - 1))
-            room -= min(room / 2, (max_running + 1) * of_a_row)
-        self._kv_positions = int(room / position_bytes(layers, heads, head_dim, itemsize))
+        self._is_recurrent = bool(attention_masks.num_recurrent(config))
+        self._cache, self._kv_positions, max_running = make_cache(self._head, kv_gib, max_running, first)
         rows = max_running + 1  # the last row is for an urgent request
-        of_layer = RecurrentCacheLayer if self._is_recurrent else KvCacheLayer
-        self._cache = KvCache(layers, self._kv_positions, of_layer, max_rows=rows)
         self._state = RowState(rows, self._device)
         self.steps: DecodeSteps | None = None
         """Decode steps without masks; None: `eager`."""

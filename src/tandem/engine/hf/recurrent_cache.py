@@ -1,4 +1,5 @@
-"""The cache of a hybrid: its recurrent layers have a state for each row, in place of keys and values or beside them.
+"""The embedded engine's cache for any model. Of a hybrid, recurrent layers have a state for each row, in place of keys
+and values or beside them.
 
 A state holds all of a row so far. So a prompt must end where its row ends: prompts of a prefill that differ in length
 are computed one length after the other.
@@ -19,6 +20,7 @@ from tandem.engine.hf.graphs_by_kind import first_line, why_far
 from tandem.engine.hf.kv_cache import KvCache, KvCacheLayer
 from tandem.errors import SpecError
 from tandem.ops import attention_masks
+from tandem.ops.byte_sizes import position_bytes
 from tandem.ops.lm_head import Head
 
 _CONV, _RECURRENT = "conv", "recurrent"
@@ -94,6 +96,23 @@ class RecurrentCacheLayer(  # pyright: ignore[reportIncompatibleMethodOverride]
             self._states[name] = states.new_zeros(cache.rows_held, *states.shape[1:])
         self._states[name][cache.targets] = states[cache.copies]
         return states
+
+
+def make_cache(head: Head, kv_gib: float, max_running: int, like: Tensor) -> tuple[KvCache, int, int]:
+    """Return a cache, how many positions it may have, and how many requests may run. States take half of the memory at
+    most. `like`: a tensor with the type and the device of keys and values."""
+    config = head.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_a_position = position_bytes(config.num_hidden_layers, heads, head_dim, like.element_size())
+    layers, room = config.num_hidden_layers, kv_gib * 2**30
+    if not attention_masks.num_recurrent(config):
+        return KvCache(layers, int(room / of_a_position)), int(room / of_a_position), max_running
+    of_a_row = state_bytes(head, layers, like.device)
+    max_running = max(1, min(max_running, int(room / 2 / of_a_row) - 1))
+    room -= min(room / 2, (max_running + 1) * of_a_row)
+    positions = int(room / of_a_position)
+    return KvCache(layers, positions, RecurrentCacheLayer, max_rows=max_running + 1), positions, max_running
 
 
 @torch.no_grad()
