@@ -1,6 +1,6 @@
 """The embedded engine beside transformers, same model, same requests, same process, in turns; medians.
 
-    python benchmarks/engine.py [--rounds 7] [--continuous-batching]
+    python benchmarks/engine.py [--rounds 7] [--continuous-batching] [--hybrid Qwen3.5]
 
 equal: 128 prompts x 16 tokens.   mixed: 512 requests, nine in ten end at 16 tokens, one in ten at 256.
 """
@@ -19,6 +19,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from common import note, table
+from hybrids import small_hybrid
 from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.model.presets import make_model
 from tandem.text.renderer import Renderer
@@ -125,9 +126,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["equal", "mixed"], help="one case alone")
     parser.add_argument("--continuous-batching", action="store_true", help="also measure transformers' own (slow)")
+    parser.add_argument("--hybrid", help="a small one of this name in hybrids.py, in place of the tiny preset")
     args = parser.parse_args()
     tokenizer = byte_tokenizer()
-    module, renderer = make_model("tiny", tokenizer, 0).eval(), Renderer(tokenizer)
+    module = small_hybrid(args.hybrid).eval() if args.hybrid else make_model("tiny", tokenizer, 0).eval()
+    renderer = Renderer(tokenizer)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 256, (512, PROMPT_TOKENS), generator=generator).tolist()
     ours = Ours(module, renderer, 128)

@@ -91,23 +91,29 @@ def main() -> None:
     table(("model", "work", "a row each, tokens/s", "shared rows", "ratio", "largest gradient gap", "attention"), rows)
 
 
-def measured(name: str, device: str) -> Iterator[list[str]]:
+def small_hybrid(name: str) -> Any:
+    kind, small, _ = FAMILIES[name]
+    return _made(kind, {**SMALL, **small}, torch.float32)
+
+
+def _made(kind: str, sizes: dict[str, Any], dtype: torch.dtype) -> Any:
     import transformers
 
-    kind, small, large = FAMILIES[name]
-    tokenizer = byte_tokenizer()
-    sizes = {**SMALL, **small} if device == "cpu" else {**LARGE, **large}
     config = getattr(transformers, kind)(**sizes, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True)
     torch.manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    module = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
-    policy = CausalPolicy(module, tokenizer, packed=device != "cpu")
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def measured(name: str, device: str) -> Iterator[list[str]]:
+    kind, _, large = FAMILIES[name]
+    module = small_hybrid(name) if device == "cpu" else _made(kind, {**LARGE, **large}, torch.bfloat16).to(device)
+    policy = CausalPolicy(module, byte_tokenizer(), packed=device != "cpu")
     policy.check_gradient()  # as a run does: torch computes what kernels compute no gradient of
     forward = policy.forward
     assert forward.is_recurrent, forward.why_alone
     if forward.why_in_torch:
         note(f"{name}: torch computes the recurrent layers: {forward.why_in_torch}")
-    shares = shares_unmasked if forward.shares_freely else shares_masked(config.hidden_size)
+    shares = shares_unmasked if forward.shares_freely else shares_masked(module.config.hidden_size)
     for work, make in (("conversations", packing.conversations), ("answers", answers)):
         taken: dict[str, list[float]] = {"alone": [], "shared": []}
         gaps: list[float] = []
