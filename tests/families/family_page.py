@@ -56,7 +56,8 @@ difference, whichever is more. The column uses 0.05; the families here differ by
 Packed and single sequences have the same gradient: the difference's norm is at most 1e-5 of the whole gradient's
 (2.2e-6 at most in the hybrids here), and of each tensor at most 1e-5 of 1 + its norm. The decay of gated delta nets
 (Qwen3-Next, Qwen3.5, Qwen3.5-MoE, OLMo hybrid) may differ by 1e-4, because float32 rounds its gradient more coarsely:
-its few numbers differ by 2.3e-5. That is rounding alone: in float64 throughout, those of Qwen3.5 agree within 4e-14.
+with published heads (128) its few numbers differ by 2.3e-5. That is rounding alone: in float64 throughout, those of
+Qwen3.5 agree within 4e-14.
 
 A family that is not here may work: `tandem model check MODEL` ([models.md](models.md#check-a-model-first)) says so of
 one model, `tandem engine check --model MODEL` of one model in vLLM.
