@@ -19,6 +19,7 @@ from engines import (
     VOCAB,
     complete,
     finish,
+    generated,
     llama,
     make_engine,
     prompts,
@@ -28,8 +29,9 @@ from engines import (
 from server_engine import LinkedBridge
 
 from tandem.bridge.inproc import InprocBridge
-from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
+from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer, state_bytes
 from tandem.errors import EngineError, SpecError, SyncError, SyncTimeout
+from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors, whereabouts
 from tandem.types import Completion, Sampling, Weights
 
@@ -255,3 +257,34 @@ def test_a_hybrid_whose_states_are_not_kept_is_refused(monkeypatch: pytest.Monke
     )
     with pytest.raises(SpecError, match=r"qwen3_5_text has recurrent layers .* another result than the whole"):
         make_engine("inline", ARCHITECTURES["qwen3.5-delta-net"]())
+
+
+def test_states_that_fill_their_memory_leave_room_for_fewer_requests_and_the_engine_says_so() -> None:
+    module = ARCHITECTURES["qwen3.5-delta-net"]()
+    row_bytes = state_bytes(Head(module, VOCAB, None), 2, next(module.parameters()))
+    engine = make_engine("inline", module, max_running=9, kv_gib=2 * 4 * row_bytes / 2**30, max_context=40)
+    requests = [(prompt, Sampling(max_tokens=12, temperature=0.0)) for prompt in prompts(*range(1, 9))]
+    source = InprocBridge().source(1)
+    told: list[Any] = []
+    source.attached = told.append
+
+    async def play() -> list[Completion]:
+        await engine.attach(source)
+        return await asyncio.gather(*(engine.generate(*request) for request in requests))
+
+    completions = finish(engine, play)
+    assert [each.ids for each in completions] == [generated(module, prompt, 12) for prompt, _ in requests]
+    assert told[0]["rows"] == {
+        "requested": "9", "engaged": False, "why_not": "3: states of more rows do not fit into half of engine.kv_gib"
+    }  # fmt: skip
+    with pytest.raises(SpecError, match=r"engine\.kv_gib = .* holds fewer than two; raise it"):
+        make_engine("inline", module, kv_gib=2 * 1.5 * row_bytes / 2**30)
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(RecurrentCacheLayer, "update_conv_state", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        make_engine("inline", ARCHITECTURES["lfm2-convolutions"]())

@@ -345,8 +345,8 @@ CELLS: dict[str, Callable[[Bench], str | None]] = {
 
 
 def outcome(cell: str, bench: Bench) -> str:
-    """Return "yes", TEXT_ONLY, or the sentence of the refusal. Everything else is raised: a bridge that fails, too. A cell
-    has the same numbers whatever cells came before."""
+    """Return "yes", TEXT_ONLY, or the sentence of the refusal. Everything else is raised: a bridge that fails, too. A
+    cell has the same numbers whatever cells came before."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 SESSIONS_KEPT = 100_000
 TRY_AGAIN_S, _TRY_AGAIN_MOST_S = 30.0, 600.0  # until an excluded engine is tried again; doubles each time
-OTHERS_HAVE_S = 5.0  # for a version, once an engine was lost; three times what the last version took, if that is more
+OTHERS_HAVE_S = 5.0  # for a version, once an engine was lost; three times the longest that one took, if that is more
 MOST_ASKED = 8  # a prompt that crashes engines must not crash them all, again and again
 _GONE = (EngineLost, EngineSilent)
 # Attaching again can mend these, and nothing else: another trainer may have taken an engine over.
@@ -68,7 +68,7 @@ class EnginePool:
         self._meet_again = asyncio.Event()
         """Set when the present engines differ from those that were attached."""
         self._load_s: float | None = None
-        """What the last version took."""
+        """The longest that a version took until all engines had it."""
 
     @property
     def version(self) -> int:
@@ -170,7 +170,7 @@ class EnginePool:
             raise
         served, errors = self._settle(asked, loads)
         if not errors:
-            self._load_s = asyncio.get_running_loop().time() - began
+            self._load_s = max(self._load_s or 0.0, asyncio.get_running_loop().time() - began)
         for error in sorted(errors, key=lambda error: (isinstance(error, _CURABLE), not isinstance(error, _GONE))):
             if not served or not isinstance(error, _CURABLE):
                 raise error

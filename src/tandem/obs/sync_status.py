@@ -25,7 +25,7 @@ TOLD = {
     "sleep": "engine.sleep", "sampled": "logprobs of rollouts", "on_update": "requests under way",
     "scheduler": "vLLM's scheduler", "requests": "requests to vLLM", "compiled": "compiled models",
     "beside": "adapters beside the base", "blocks": "blocks of adapters", "graphs": "CUDA graphs of decode steps",
-    "prompt_graphs": "CUDA graphs of single prompts",
+    "prompt_graphs": "CUDA graphs of single prompts", "rows": "requests at once",
 }  # fmt: skip
 """Options that an engine reports when it is attached (requested, engaged), with their names here and in a run's
 events."""

@@ -22,11 +22,15 @@ WAY_OUT = (
 )
 
 
+ATTENDING = (*_MASKED, "hybrid")
+"""Kinds of layers that have keys and values."""
+
+
 def check_attention(config: Any) -> None:
     """Raise SpecError unless a mask describes the attention, or a state for each row the other layers, so that the
     embedded engine can batch sequences."""
     config = config.get_text_config()
-    with_state = num_recurrent(config) and {*_MASKED, "hybrid"}.intersection(config.layer_types)  # beside attention
+    with_state = num_recurrent(config) and set(ATTENDING).intersection(config.layer_types)  # beside attention
     if (odd := beyond_masks(config)) and not with_state:
         raise SpecError(
             f"model: {config.model_type} has layers of kind {', '.join(odd)}, which the embedded engine cannot batch; "

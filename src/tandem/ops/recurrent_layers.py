@@ -39,30 +39,29 @@ def why_in_torch(module: Any) -> str:
 
     The gradient by flash-linear-attention's kernels is wrong with some versions of Triton: they refuse it, and only in
     training."""
-    why = ""
-    for modeling in {sys.modules[type(part).__module__] for part in module.modules()}:
+    config, why = module.config.get_text_config(), ""
+    for modeling in {sys.modules.get(type(part).__module__) for part in module.modules()}:
         function = getattr(modeling, _DELTA_RULE, None)
-        if function is None or (in_torch := unwrap(function)) is function:
+        if function is None or (in_torch := unwrap(function)) is function or not hasattr(config, "linear_key_head_dim"):
+            continue
+        key, value = ((1, 64, 1, size) for size in (config.linear_key_head_dim, config.linear_value_head_dim))
+        begin = partial(torch.ones, device=module.device, dtype=module.dtype)
+        values, decay, strength = begin(value, requires_grad=True), -begin(1, 64, 1).float(), begin(1, 64, 1)
+        try:
+            with torch.enable_grad():
+                made, _ = function(begin(key), begin(key), values, g=decay, beta=strength, use_qk_l2norm_in_kernel=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - asked by a model, it may answer all the same
             continue
         try:
-            _try_gradient(function, module.config.get_text_config(), module.device, module.dtype)
+            torch.autograd.grad(made.float().sum(), values)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - a compiler may run here, and torch's own is there for all else
             why = f"{type(error).__name__}: {str(error)[:500]}"
             setattr(modeling, _DELTA_RULE, in_torch)
     return why
-
-
-def _try_gradient(
-    delta_rule: Callable[..., tuple[Tensor, Any]], config: Any, device: torch.device, dtype: torch.dtype
-) -> None:
-    key, value = ((1, 64, 1, size) for size in (config.linear_key_head_dim, config.linear_value_head_dim))
-    begin = partial(torch.ones, device=device, dtype=dtype)
-    values = begin(value, requires_grad=True)
-    decay, strength = -begin(1, 64, 1).float(), begin(1, 64, 1)
-    made, _ = delta_rule(begin(key), begin(key), values, g=decay, beta=strength, use_qk_l2norm_in_kernel=True)
-    torch.autograd.grad(made.float().sum(), values)
 
 
 class Sequences(NamedTuple):

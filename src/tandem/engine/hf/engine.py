@@ -27,7 +27,7 @@ from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
 from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.prefill_batch import PrefillBatch
 from tandem.engine.hf.prompt_graphs import PromptGraphs
-from tandem.engine.hf.recurrent_cache import make_cache
+from tandem.engine.hf.recurrent_cache import CacheRoom, cache_room
 from tandem.engine.hf.row_state import RowState
 from tandem.engine.hf.sampler import draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
@@ -71,11 +71,11 @@ class EmbeddedEngine:
         grammars: GrammarCompiler | None = None,
         eager: bool = True,
         vision: Vision | None = None,
-        is_twin: bool = False,
+        room: CacheRoom | None = None,
     ) -> None:
         """`grammars`: for requests with a grammar; None refuses them. `eager`: decode steps have masks, and no pass is
-        a CUDA graph. `vision`: for requests with images; None refuses them. `is_twin`: the module is a copy of one that
-        was checked already."""
+        a CUDA graph. `vision`: for requests with images; None refuses them. `room`: of a twin, whose module is a copy
+        of one that was checked already."""
         attention_masks.check_attention(module.config)
         self.version = -1
         self.boot_id = uuid.uuid4().hex
@@ -84,32 +84,35 @@ class EmbeddedEngine:
         self.max_context: int = max_context or config.max_position_embeddings
         self._module, self._head, self._config = module, Head(module, num_ids, vision), module.config
         self._vision = vision
-        if not is_twin:
-            self._head.check(module)
-        self._twins: dict[EmbeddedEngine, asyncio.Task[None]] = {}
-        self._make_twin = partial(
-            EmbeddedEngine, num_ids=num_ids, end_ids=end_ids, decode=decode, max_running=max_running,
-            max_context=max_context, kv_gib=kv_gib, inline=inline, grammars=grammars, vision=vision, is_twin=True,
-        )  # fmt: skip
-        self._end_ids, self._decode, self._inline, self._grammars = end_ids, decode, inline, grammars
         first: Tensor = next(module.parameters())
         self._device = first.device
+        if room is None:
+            self._head.check(module)
+            room = cache_room(self._head, kv_gib, max_running, first)
+        self._twins: dict[EmbeddedEngine, asyncio.Task[None]] = {}
+        self._make_twin = partial(
+            EmbeddedEngine, num_ids=num_ids, end_ids=end_ids, decode=decode, max_context=max_context, inline=inline,
+            grammars=grammars, vision=vision, room=room,
+        )  # fmt: skip
+        self._end_ids, self._decode, self._inline, self._grammars = end_ids, decode, inline, grammars
         layers: int = config.num_hidden_layers
-        self._is_recurrent = bool(attention_masks.num_recurrent(config))
-        self._cache, self._kv_positions, max_running = make_cache(self._head, kv_gib, max_running, first)
-        rows = max_running + 1  # the last row is for an urgent request
+        self._has_states, self._kv_positions = room.has_states, room.positions
+        self._cache, rows = room.cache(layers), room.max_running + 1  # the last row is for an urgent request
+        self._few_rows = {} if room.max_running == max_running else option_report.requested(
+            f"{max_running}", f"{room.max_running}: states of more rows do not fit into half of engine.kv_gib"
+        )  # fmt: skip
         self._state = RowState(rows, self._device)
         self.steps: DecodeSteps | None = None
         """Decode steps without masks; None: `eager`."""
         self.prompts: PromptGraphs | None = None
         """Prompts that come alone; None: `eager`."""
-        self._why_launched = "" if eager or not self._is_recurrent else "steps of recurrent layers are not recorded"
-        if not eager and not self._is_recurrent:
+        self._why_launched = "" if eager or not self._has_states else "steps of recurrent layers are not recorded"
+        if not eager and not self._has_states:
             most = min(self.max_context, getattr(config, "max_position_embeddings", self.max_context))
             self.steps = DecodeSteps(module, self._head, self._cache, self._state, layers=layers)
             self.prompts = PromptGraphs(self._head, self._cache, self._state, layers=layers, most_positions=most)
         self._waiting = AdmissionQueue(
-            max_running=max_running, positions=self._kv_positions,
+            max_running=room.max_running, positions=self._kv_positions,
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
         )  # fmt: skip
         self._running: list[QueuedRequest] = []
@@ -242,6 +245,8 @@ class EmbeddedEngine:
             reply |= {"graphs": self.steps.report, "prompt_graphs": self.prompts.report}
         elif self._why_launched:
             reply |= dict.fromkeys(("graphs", "prompt_graphs"), option_report.requested("graphs", self._why_launched))
+        if self._few_rows:
+            reply["rows"] = self._few_rows
         if source.carries == "adapter":
             reply["base"] = await self._call(self._holding.fingerprints)
         source.attached(reply)
@@ -457,10 +462,11 @@ class EmbeddedEngine:
         width = 0 if self.prompts is None else self.prompts.width_for(wave)
         if width and (first + 1) * self._length_alone(wave[0], width) <= self._kv_positions:
             return self._prefill_alone(wave[0], width)
-        wave.sort(key=lambda request: (self._is_recurrent * request.length, self._adapters.place(request.adapter)))
+        wave.sort(key=lambda request: (self._has_states * request.length, self._adapters.place(request.adapter)))
         self._cache.reserve(first + len(wave), max(*(request.length + 1 for request in wave), self._longest()))
-        together = groupby(wave, key=lambda request: self._is_recurrent * request.length)
-        return torch.cat([self._prefill_together([*same]) for _, same in together])
+        together = groupby(wave, key=lambda request: self._has_states * request.length)
+        logits = [self._prefill_together([*same]) for _, same in together]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _prefill_together(self, wave: list[QueuedRequest]) -> Tensor:
         batch = PrefillBatch(wave, self._device)

@@ -77,7 +77,7 @@ class KvCacheLayer(CacheLayerMixin):
 
 class KvCache(Cache):
     """The cache. It doubles when it grows, up to `max_positions` (rows times length), then grows to the exact size.
-    `kind`: of its layers. `max_rows`: that there will ever be."""
+    `kind`: the class of its layers. `max_rows`: the most rows it will ever hold."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class KvCache(Cache):
         max_rows: int = sys.maxsize,
     ) -> None:
         self._max_positions, self._max_rows = max_positions, max_rows
-        self.rows_held, self.length_held = 8, 64
+        self.rows_held, self.length_held = min(8, max_rows), 64
         self.moved = 0
         """How often its memory was replaced."""
         self.num_rows = 0
