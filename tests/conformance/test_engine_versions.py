@@ -29,7 +29,8 @@ from engines import (
 from server_engine import LinkedBridge
 
 from tandem.bridge.inproc import InprocBridge
-from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer, state_bytes
+from tandem.engine.hf.cache_room import state_bytes
+from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
 from tandem.errors import EngineError, SpecError, SyncError, SyncTimeout
 from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors, whereabouts

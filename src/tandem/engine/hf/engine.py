@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
+from tandem.engine.hf.cache_room import CacheRoom, cache_room
 from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
 from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.prefill_batch import PrefillBatch
 from tandem.engine.hf.prompt_graphs import PromptGraphs
-from tandem.engine.hf.recurrent_cache import CacheRoom, cache_room
 from tandem.engine.hf.row_state import RowState
 from tandem.engine.hf.sampler import draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
@@ -96,11 +96,8 @@ class EmbeddedEngine:
         )  # fmt: skip
         self._end_ids, self._decode, self._inline, self._grammars = end_ids, decode, inline, grammars
         layers: int = config.num_hidden_layers
-        self._has_states, self._kv_positions = room.has_states, room.positions
+        self._room, self._has_states, self._kv_positions = room, room.has_states, room.positions
         self._cache, rows = room.cache(layers), room.max_running + 1  # the last row is for an urgent request
-        self._few_rows = {} if room.max_running == max_running else option_report.requested(
-            f"{max_running}", f"{room.max_running}: states of more rows do not fit into half of engine.kv_gib"
-        )  # fmt: skip
         self._state = RowState(rows, self._device)
         self.steps: DecodeSteps | None = None
         """Decode steps without masks; None: `eager`."""
@@ -245,8 +242,7 @@ class EmbeddedEngine:
             reply |= {"graphs": self.steps.report, "prompt_graphs": self.prompts.report}
         elif self._why_launched:
             reply |= dict.fromkeys(("graphs", "prompt_graphs"), option_report.requested("graphs", self._why_launched))
-        if self._few_rows:
-            reply["rows"] = self._few_rows
+        reply |= self._room.report
         if source.carries == "adapter":
             reply["base"] = await self._call(self._holding.fingerprints)
         source.attached(reply)

@@ -1,5 +1,4 @@
-"""The embedded engine's cache for any model. Of a hybrid, recurrent layers have a state for each row, in place of keys
-and values or beside them.
+"""The layers of a hybrid's cache: recurrent ones have a state for each row, in place of keys and values or beside them.
 
 A state holds all of a row so far. So a prompt must end where its row ends: prompts of a prefill that differ in length
 are computed one length after the other.
@@ -9,26 +8,15 @@ Shapes: S rows, P prompts, T positions.
 
 from __future__ import annotations
 
-import logging
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from tandem.engine.hf.graphs_by_kind import first_line
 from tandem.engine.hf.kv_cache import KvCache, KvCacheLayer
-from tandem.errors import SpecError
-from tandem.ops import attention_masks
-from tandem.ops.byte_sizes import position_bytes
-from tandem.ops.lm_head import Head
-
-_log = logging.getLogger(__name__)
 
 _CONV, _RECURRENT = "conv", "recurrent"
-_NEAR_EXACT, _NEAR = 1e-3, 0.1
-"""Largest difference of a step from a whole pass, of its norm: in float32, and in 16 bits."""
 
 
 class RecurrentCacheLayer(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -101,86 +89,3 @@ class RecurrentCacheLayer(  # pyright: ignore[reportIncompatibleMethodOverride]
             self._states[name] = states.new_zeros(cache.rows_held, *states.shape[1:])
         self._states[name][cache.targets] = states[cache.copies]
         return states
-
-
-class CacheRoom(NamedTuple):
-    """How large the cache of an engine may become."""
-
-    positions: int
-    """Of keys and values, over all rows."""
-    max_running: int
-    """Requests at once; there is one row more, for an urgent one."""
-    has_states: bool
-
-    def cache(self, num_layers: int) -> KvCache:
-        if not self.has_states:
-            return KvCache(num_layers, self.positions)
-        return KvCache(num_layers, self.positions, RecurrentCacheLayer, max_rows=self.max_running + 1)
-
-
-def cache_room(head: Head, kv_gib: float, max_running: int, like: Tensor) -> CacheRoom:
-    """Divide the memory of an engine's cache: the states of rows take half of it at most. `like`: a tensor with the
-    type and the device of keys and values."""
-    config = head.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers, room_bytes = config.num_hidden_layers, kv_gib * 2**30
-    if not attention_masks.num_recurrent(config):
-        return CacheRoom(
-            int(room_bytes / position_bytes(layers, heads, head_dim, like.element_size())), max_running, False
-        )
-    row_bytes = state_bytes(head, layers, like)
-    rows = int(room_bytes / 2 / row_bytes)
-    if rows < 2:
-        raise SpecError(
-            f"engine.kv_gib = {kv_gib:g}: the recurrent layers' states of one sequence take {row_bytes / 2**20:.1f} "
-            "MiB, and half of it holds fewer than two; raise it"
-        )
-    if rows <= max_running:
-        _log.warning("%d requests at once, not %d: their states fill half of engine.kv_gib", rows - 1, max_running)
-    rows = min(max_running + 1, rows)
-    attends = sum(kind in attention_masks.ATTENDING for kind in config.layer_types)
-    of_a_position = position_bytes(attends, heads, head_dim, like.element_size())
-    return CacheRoom(int((room_bytes - rows * row_bytes) / of_a_position), rows - 1, True)
-
-
-@torch.no_grad()
-def state_bytes(head: Head, layers: int, like: Tensor) -> int:
-    """Return the bytes of one row's states. Compare two prompts and a step after each with whole passes first."""
-    config, device = head.config, like.device
-    ids_2T = (torch.arange(2 * 9, device=device).view(2, 9) * 7 + 1) % head.num_ids
-    positions_T = torch.arange(9, device=device)
-    cache = KvCache(layers, 2**16, RecurrentCacheLayer, max_rows=2)
-    try:
-        whole_2TH = head.hidden(ids_2T, positions_T.expand(2, -1), attention_masks.of_prompts(config, positions_T))
-        for number, length in enumerate((8, 5)):  # each alone, as prompts of two lengths are
-            cache.targets, cache.copies, cache.view = slice(number, number + 1), positions_T[:1], length
-            before_T = positions_T[:length]
-            mask = attention_masks.of_prompts(config, before_T)
-            head.hidden(ids_2T[number : number + 1, :length], before_T[None], mask, cache)
-        ends_2 = torch.tensor([8, 5], device=device)
-        cache.num_rows, cache.copies, cache.positions, cache.view = 2, None, ends_2, 9
-        query_2111 = ends_2[:, None, None, None]
-        mask = attention_masks.for_model(config, positions_T <= query_2111, query_2111, positions_T)
-        rows_2 = positions_T[:2]
-        found_21H = head.hidden(ids_2T[rows_2, ends_2][:, None], ends_2[:, None], mask, cache)
-        why = _why_far(found_21H[:, 0].float(), whole_2TH[rows_2, ends_2].float(), exact=like.dtype == torch.float32)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a model's own code runs here
-        why = first_line(error)
-    found = sum(layer.state_bytes() for layer in cache.layers if isinstance(layer, RecurrentCacheLayer))
-    if why or not found:
-        raise SpecError(
-            f"model: {config.get_text_config().model_type} has recurrent layers that the embedded engine cannot "
-            f"compute step by step: {why or 'they leave no state'}; {attention_masks.WAY_OUT}"
-        )
-    return found
-
-
-def _why_far(found_2H: Tensor, expected_2H: Tensor, *, exact: bool) -> str:
-    """In 16 bits the nearer row decides: rounding may send a token of the other one to another expert. What is not
-    finite is refused when it answers a request."""
-    off_2 = (found_2H - expected_2H).norm(dim=1) / expected_2H.norm(dim=1).clamp_min(1e-12)
-    off, most = (float(off_2.max()), _NEAR_EXACT) if exact else (float(off_2.min()), _NEAR)
-    return f"steps give another result than the whole text ({off:.3f} of the norm)" if off > most else ""
