@@ -96,6 +96,11 @@ def small_hybrid(name: str) -> Any:
     return _made(kind, {**SMALL, **small}, torch.float32)
 
 
+def large_hybrid(name: str) -> Any:
+    kind, _, large = FAMILIES[name]
+    return _made(kind, {**LARGE, **large}, torch.bfloat16)
+
+
 def _made(kind: str, sizes: dict[str, Any], dtype: torch.dtype) -> Any:
     import transformers
 
@@ -105,8 +110,7 @@ def _made(kind: str, sizes: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def measured(name: str, device: str) -> Iterator[list[str]]:
-    kind, _, large = FAMILIES[name]
-    module = small_hybrid(name) if device == "cpu" else _made(kind, {**LARGE, **large}, torch.bfloat16).to(device)
+    module = small_hybrid(name) if device == "cpu" else large_hybrid(name).to(device)
     policy = CausalPolicy(module, byte_tokenizer(), packed=device != "cpu")
     policy.check_gradient()  # as a run does: torch computes what kernels compute no gradient of
     forward = policy.forward

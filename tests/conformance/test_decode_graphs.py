@@ -24,6 +24,7 @@ from tandem.ops.lm_head import Head
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+HYBRIDS = ["qwen3.5-delta-net", "lfm2-convolutions", "falcon-h1-both"]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU and not os.environ.get("TRITON_INTERPRET"), reason="needs an NVIDIA GPU"),
@@ -66,7 +67,7 @@ def check_alike(found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="graphs are for GPUs")
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral-sliding", "gemma3-mixed"])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-sliding", "gemma3-mixed", *HYBRIDS])
 def test_graphs_sample_what_launches_sample(name: str):
     module, asked = ARCHITECTURES[name]().to(DEVICE), of_many_lengths(40, most_tokens=60)
     expected = complete(make_engine("inline", module, max_running=24), asked)
@@ -108,7 +109,7 @@ def test_weights_that_move_are_the_ones_that_are_read():
     with torch.inference_mode():
         cache = KvCache(2, 2**12)
         cache.reserve(4, 32)
-        steps = DecodeSteps(module, Head(module, 64), cache, state, layers=2)
+        steps = DecodeSteps(module, Head(module, 64), cache, state, KvCache(2, 2**12))
 
         def addresses() -> list[int]:
             return [each.data_ptr() for each in module.parameters()]

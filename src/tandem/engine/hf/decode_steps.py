@@ -25,7 +25,8 @@ _APART = ((1, 1), (3, 2), (7, 4), (64, 8), (128, 16), (256, 32), (512, 64))
 
 
 class DecodeSteps:
-    def __init__(self, module: Any, head: Head, cache: KvCache, state: RowState, *, layers: int) -> None:
+    def __init__(self, module: Any, head: Head, cache: KvCache, state: RowState, like: KvCache) -> None:
+        """`like`: another cache of the same kind, for a trial."""
         self._head, self._cache, self._state = head, cache, state
         last_S = self._last_S = state.last_S
         self._mask = packed_attention.no_mask(last_S.device)
@@ -34,7 +35,7 @@ class DecodeSteps:
         """Why steps need masks; empty if they do not."""
         if not self.why_masked:
             packed_attention.engage(module)
-            self._try(layers)
+            self._try(like)
 
     @property
     def report(self) -> dict[str, Any]:
@@ -59,24 +60,28 @@ class DecodeSteps:
         return self._head.logits(hidden_S1H[:, 0])
 
     @torch.no_grad()
-    def _try(self, layers: int) -> None:
+    def _try(self, cache: KvCache) -> None:
         """Compare a step without masks, and one that is a graph, with one that has masks."""
         head, device = self._head, self._last_S.device
-        ends_S = torch.tensor([3, 17, 9], device=device)
-        ids_ST = (torch.arange(3 * 17, device=device).view(3, 17) * 7 + 1) % head.num_ids
-        position_T, cache = torch.arange(18, device=device), KvCache(layers, 2**20)
-        cache.targets, cache.copies, cache.view = slice(3), torch.arange(3, device=device), 17
+        rows = min(3, cache.rows_held)
+        ends_S = torch.tensor([3, 17, 9][:rows], device=device)
+        ids_ST = (torch.arange(rows * 17, device=device).view(rows, 17) * 7 + 1) % head.num_ids
+        position_T = torch.arange(18, device=device)
+        cache.targets, cache.copies, cache.view = slice(rows), position_T[:rows], 17
 
         def mask(query: Tensor, keys: int) -> Any:
             return attention_masks.for_model(head.config, position_T[:keys] <= query, query, position_T[:keys])
 
         def without() -> Tensor:
+            for states, before in kept:
+                states.copy_(before)
             return head.hidden(ids_ST[:, :1], ends_S[:, None], self._mask, cache, ends=ends_S + 1)
 
         try:
             prompt_ST = position_T[None, :17].expand_as(ids_ST)
             head.hidden(ids_ST, prompt_ST, mask(position_T[None, None, :17, None], 17), cache)
-            cache.num_rows, cache.copies, cache.positions, cache.view = 3, None, ends_S, 18
+            kept = [(states, states.clone()) for layer in cache.layers for states in layer.states()]
+            cache.num_rows, cache.copies, cache.positions, cache.view = rows, None, ends_S, 18
             with_S1H = head.hidden(ids_ST[:, :1], ends_S[:, None], mask(ends_S[:, None, None, None], 18), cache)
             found_S1H = without()
             self.why_masked = why_far(found_S1H, with_S1H, "steps without masks give another result than with masks")

@@ -103,10 +103,10 @@ class EmbeddedEngine:
         """Decode steps without masks; None: `eager`."""
         self.prompts: PromptGraphs | None = None
         """Prompts that come alone; None: `eager`."""
-        self._why_launched = "" if eager or not self._has_states else "steps of recurrent layers are not recorded"
+        if not eager:
+            self.steps = DecodeSteps(module, self._head, self._cache, self._state, room.cache(layers))
         if not eager and not self._has_states:
             most = min(self.max_context, getattr(config, "max_position_embeddings", self.max_context))
-            self.steps = DecodeSteps(module, self._head, self._cache, self._state, layers=layers)
             self.prompts = PromptGraphs(self._head, self._cache, self._state, layers=layers, most_positions=most)
         self._waiting = AdmissionQueue(
             max_running=room.max_running, positions=self._kv_positions,
@@ -238,10 +238,9 @@ class EmbeddedEngine:
         reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
         reply["devices"] = [device_name(self._device)]
         reply["digests"] = digest.fused(next(self._module.parameters()).device)
-        if self.steps is not None and self.prompts is not None:
-            reply |= {"graphs": self.steps.report, "prompt_graphs": self.prompts.report}
-        elif self._why_launched:
-            reply |= dict.fromkeys(("graphs", "prompt_graphs"), option_report.requested("graphs", self._why_launched))
+        if self.steps is not None:
+            padded = option_report.requested("graphs", "recurrent layers would read the padding of a prompt")
+            reply |= {"graphs": self.steps.report, "prompt_graphs": self.prompts.report if self.prompts else padded}
         reply |= self._room.report
         if source.carries == "adapter":
             reply["base"] = await self._call(self._holding.fingerprints)

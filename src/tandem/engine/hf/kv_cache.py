@@ -45,6 +45,10 @@ class KvCacheLayer(CacheLayerMixin):
         values[index, :, cache.positions] = value_states[:, :, 0]
         return keys[:rows, :, : cache.view], values[:rows, :, : cache.view]
 
+    def states(self) -> list[Tensor]:
+        """Return what a step changes that another one, from the same positions, would not find as it was."""
+        return []
+
     def resize(self, rows: int, length: int, live_rows: int) -> None:
         if self.keys is None or self.values is None:
             return

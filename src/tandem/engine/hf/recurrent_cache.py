@@ -55,6 +55,9 @@ class RecurrentCacheLayer(  # pyright: ignore[reportIncompatibleMethodOverride]
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
         return self._put(_RECURRENT, recurrent_states)
 
+    def states(self) -> list[Tensor]:
+        return list(self._states.values())
+
     def state_bytes(self) -> int:
         """Of one row."""
         return sum(memory[0].numel() * memory.element_size() for memory in self._states.values())
