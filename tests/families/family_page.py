@@ -81,9 +81,8 @@ served. Experts, gated delta nets, Mamba layers and short convolutions are known
 `engine.tensor_parallel` above 1. vLLM keeps a Mamba layer's decay as `-exp(A_log)`, and a gated delta net's `A_log` in
 32 bits: such models take versions over `disk`, not over `shared`, and no adapters. On a CPU, vLLM computes Mamba's
 first kind not at all; its log says so. A few families have other sizes on the GPU, which its kernels or vLLM 0.26 need.
-Adapters are on all linear layers of a family; where that is refused, fewer can be named: on the attention alone vLLM
-serves Qwen3-MoE (4.4e-07), Mixtral (4.6e-07), gpt-oss (5.2e-07), DeepSeek-V3 (4.7e-07) and LFM2 (9.9e-07). Empty cells
-were not measured.
+Adapters are on all linear layers of a family, or on those that the check or a refusal names where vLLM does not serve
+all: a number behind the difference says which. Empty cells were not measured.
 
 """
 
@@ -116,7 +115,13 @@ def _in_vllm(cell: Callable[[str], str]) -> list[str]:
     for name in FAMILIES:
         rows = [found.get((name, *column)) for column in columns]
         told = [
-            "" if each is None else cell(each["told"]) + (f", {each['gap']:g}" if "gap" in each else "")
+            ""
+            if each is None
+            else ", ".join(
+                [cell(each["told"])]
+                + ([f"{each['gap']:g}"] if "gap" in each else [])
+                + ([cell(f"adapters on {', '.join(each['targets'])} alone")] if "targets" in each else [])
+            )
             for each in rows
         ]
         if any(told):

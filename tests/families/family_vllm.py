@@ -2,7 +2,7 @@
 
 It starts a vLLM for each family and bridge, half a minute each on two cores, and writes rows that docs/make_families.py
 reads. `--only` takes names of families, `--bridge` names of bridges; a row replaces one of the same family, bridge
-and device.
+and device. Where adapters on all linear layers are refused, it checks those that the refusal names.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _ON_GPU: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 128, "v_head_dim": 128},
 }
 """Sizes that vLLM's kernels need there."""
+_NAMED = re.compile(r"model\.lora\.targets = (\[.*?\])")
+"""The layers to adapt where not all can be."""
 _SEVERAL = ["--kv-cache-memory-bytes", str(2**31)]
 """With it vLLM measures no free memory, which others take meanwhile."""
 _NO_FLASHINFER = ["--gdn-prefill-backend", "triton"]
@@ -80,15 +82,26 @@ def row(name: str, python: str, device: Any, bridge: str, at_once: int) -> dict[
     with tempfile.TemporaryDirectory() as place:
         bench = Bench(family, Path(place))
         found = {"family": name, "bridge": bridge, "device": device, "vllm": "", "told": ""}
-        try:
-            check = tandem.check_engine(
-                python, model=str(bench.path), bridges=[bridge], device=device, dtype=dtype, options=options
-            )
-        except TandemError as error:
-            return found | {"told": _short(str(error), bench.path)}
-        failed = [f"{each.name.partition(': ')[2]}: {each.why}" for each in check.checks if each.state == "failed"]
+        targets: list[str] = []
+        for _ in range(2):
+            try:
+                check = tandem.check_engine(
+                    python, model=str(bench.path), bridges=[bridge], device=device, dtype=dtype, options=options,
+                    targets=targets,
+                )  # fmt: skip
+            except TandemError as error:
+                return found | {"told": _short(str(error), bench.path)}
+            failed = [f"{each.name.partition(': ')[2]}: {each.why}" for each in check.checks if each.state == "failed"]
+            said = " ".join([*failed, *(each.why for each in check.checks)])
+            if targets or not (named := _NAMED.search(said)):
+                break
+            targets = json.loads(named[1])
+            if not failed:  # it took them by itself
+                break
         gap = next((re.search(r"within (\S+) nats", each.why) for each in check.checks if _LOGPROBS in each.name), None)
         told: dict[str, Any] = {"gap": float(gap[1]), "dtype": dtype} if gap else {}
+        if targets and not failed:
+            told["targets"] = targets
         return found | {"vllm": check.version, "told": _short(failed[0], bench.path) if failed else "yes", **told}
 
 

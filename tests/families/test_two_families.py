@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import pytest
 import torch
 from family_models import FAMILIES, Bench, Family
 
-from tandem.build import engaged, run_engines
+from tandem.build import engaged, run_engines, standalone_engines
+from tandem.build.built_model import BuiltModel
 from tandem.errors import SyncError
+from tandem.model.lora import check_only_linear
 from tandem.ops import attention_masks
 from tandem.ops.byte_sizes import shares_never
+from tandem.recipes import engine_commands
+from tandem.recipes.engine_commands import OneCheck
 from tandem.spec.bridges import BRIDGES
 from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec
+from tandem.spec.run import RlSpec
 from tandem.types import Trajectory
 
 pytestmark = pytest.mark.usefixtures("one_thread", "forked_programs")
@@ -101,6 +107,31 @@ def test_adapters_on_stacked_experts_are_refused_before_an_engine_starts(tmp_pat
 def test_adapters_on_the_attention_of_a_mixture_of_experts_are_served(tmp_path: Path):
     bench = Bench(FAMILIES["Qwen3-MoE"], tmp_path)
     suite.served(bench, "adapter_broadcast", LoraSpec(rank=4, targets=("k_proj", "o_proj", "q_proj", "v_proj")))
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [("Qwen3-MoE", ["k_proj", "o_proj", "q_proj", "v_proj"]), ("Qwen3", [])]
+)
+def test_an_engine_is_checked_with_the_adapters_that_it_may_serve(
+    name: str, attention: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a mixture of experts those of the attention; on a dense model all."""
+    found: list[Any] = []
+
+    async def note(spec: RlSpec, model: BuiltModel, *_: Any, **more: Any) -> list[OneCheck]:
+        check_only_linear(model.policy.module, LoraSpec())
+        found.append(spec.model.lora)
+        return [OneCheck("requests", "passed")]
+
+    monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
+    monkeypatch.setattr(engine_commands, "served_and_asked", note)
+    path = str(Bench(FAMILIES[name], tmp_path).path)
+    check = engine_commands.check_engine("/p/python", model=path, bridges=["adapter", "disk"], device="cpu")
+    told = f"no vLLM serves them; checked with model.lora.targets = {json.dumps(attention)}"
+    left_out = [OneCheck("adapter: adapters on stacked experts", "not here", told)] if attention else []
+    passed = [OneCheck(f"{bridge}: requests", "passed") for bridge in ("adapter", "disk")]
+    assert list(check.checks) == [*left_out, *passed]
+    assert [each and each.targets for each in found] == [tuple(attention) or "all-linear", None]
 
 
 def test_in_bf16_a_gap_is_found_that_would_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -135,7 +135,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(standalone_engines, "vllm_version", lambda python: "9.9.9")
 
     def requests(
-        python: str, device: str, model: str = "", bridge: str = "", dtype: str = "auto", options: Any = None
+        python: str, device: str, model: str = "", bridge: str = "", dtype: str = "auto", *_: Any
     ) -> list[OneCheck]:
         kind = "" if dtype == "auto" else f" in {dtype}"
         return [OneCheck(f"requests{model and f' to {model}'}{kind}", "passed")]
@@ -184,6 +184,8 @@ def test_one_model_says_nothing_of_the_version(recorded: list[list[str]], monkey
 def test_a_bridge_that_cannot_be_checked_is_refused(recorded: list[list[str]]):
     with pytest.raises(SpecError, match=r"--bridge = 'inproc': there are shared, broadcast, "):
         check_engine("/p/python", model="mine", bridges=["inproc"], device="cpu")
+    with pytest.raises(SpecError, match="--target: name a bridge that carries adapters"):
+        check_engine("/p/python", model="mine", bridges=["disk"], targets=["q_proj"], device="cpu")
     for given in ({"bridges": ["disk"]}, {"dtype": "float32"}, {"options": {"eager": True}}):
         with pytest.raises(SpecError, match=r"--(bridge|dtype|set): name a model, too"):
             check_engine("/p/python", device="cpu", **given)
@@ -215,6 +217,9 @@ def test_the_type_and_the_engine_table_that_are_asked_for_are_checked(monkeypatc
     assert (spec.precision.weights, plain.precision.weights) == ("bfloat16", "float32")
     assert isinstance(spec.engine, VllmEngineSpec)
     assert (spec.engine.max_context, spec.engine.eager, spec.engine.python) == (64, True, "/p/python")
+    assert CliRunner().invoke(app, [*command, "--bridge", "adapter", "--target", "q_proj"]).exit_code == 0
+    assert found[-1].model.lora is not None
+    assert found[-1].model.lora.targets == ("q_proj",)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,15 @@ def test_a_layer_that_vllm_also_reads_without_its_adapter_takes_none() -> None:
         engine.load(tensors, fingerprints(tensors))
 
 
+def test_a_refusal_names_the_layers_that_are_left() -> None:
+    tensors = dict(an_adapter(1)[0])
+    for other in (".gate_up_proj.", ".conv.in_proj."):
+        tensors |= {name.replace(".q.", other): tensor for name, tensor in an_adapter(1)[0].items()}
+    told = r"'layer\.conv\.in_proj' is no layer .* adapt, nor are 1 more; set model\.lora\.targets = \[\"q\"\]"
+    with pytest.raises(SyncError, match=told):
+        Engine().load(tensors, fingerprints(tensors))
+
+
 def test_a_byte_that_changed_after_it_was_sent_is_found_in_the_slot_and_what_is_served_stays() -> None:
     engine = Engine()
     names: list[str] = []

@@ -115,6 +115,10 @@ def engine_check(
         Literal["auto", "float32", "bfloat16"],
         typer.Option(help="With --model: data type of the weights. auto: bfloat16 on a GPU, else float32."),
     ] = "auto",
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="With --bridge adapter: a layer to adapt, as in model.lora.targets; repeatable."),
+    ] = None,
     option: EngineTable = None,
 ) -> None:
     """Run the conformance suite on an installed vLLM, and record its version if it passes; or compare one model's
@@ -124,8 +128,9 @@ def engine_check(
 
     options = parse_overrides(option or ())
     check = check_engine(
-        python, model=model, bridges=bridge or (), device=device, dtype=dtype, options=options, tell=typer.echo
-    )
+        python, model=model, bridges=bridge or (), device=device, dtype=dtype, options=options, targets=target or (),
+        tell=typer.echo,
+    )  # fmt: skip
     if not check.passed:
         raise typer.Exit(1)
 

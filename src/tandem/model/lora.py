@@ -71,14 +71,9 @@ def check_only_linear(module: Any, spec: LoraSpec) -> None:
     """Raise SpecError if an adapter is on something else than a linear layer: on stacked experts, one tensor for all
     experts of a layer, or on their router. The embedded engine shares the trainer's module, so it serves those, too;
     engines in other processes do not."""
-    from peft.tuners.lora.layer import LoraLayer, ParamWrapper  # it adapts a parameter that is of no linear layer
-
-    adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
-    odd = [name for name, part in adapted.items() if isinstance(part, ParamWrapper)]
+    odd, linear = beside_experts(module)
     if not odd:
         return
-    # Of the attention alone: a "down_proj" of other layers may be a name of stacked experts, too.
-    linear = sorted({name.rpartition(".")[2] for name in adapted if "attn" in name and name not in odd})
     targets = spec.targets if isinstance(spec.targets, str) else list(spec.targets)
     raise SpecError(
         f"model.lora.targets = {targets}: {len(odd)} adapters are on stacked experts or their router, the first on "
@@ -87,10 +82,22 @@ def check_only_linear(module: Any, spec: LoraSpec) -> None:
     )
 
 
+def beside_experts(module: Any) -> tuple[list[str], list[str]]:
+    """Return what is adapted that is no linear layer, and the targets that leave it out."""
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper  # it adapts a parameter that is of no linear layer
+
+    adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+    odd = [name for name, part in adapted.items() if isinstance(part, ParamWrapper)]
+    # Of the attention alone: a "down_proj" of other layers may be a name of stacked experts, too.
+    return odd, sorted({name.rpartition(".")[2] for name in adapted if "attn" in name and name not in odd})
+
+
 def attach(module: Any, config: Any) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
         # peft uses a name that transformers 5.23 deprecates.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # Its own ranks for stacked experts, where these have no adapters.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         return get_peft_model(module, config)

@@ -9,6 +9,7 @@ template.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -89,12 +90,14 @@ def check_engine(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     options: Mapping[str, Any] | None = None,
+    targets: Sequence[str] = (),
     tell: Callable[[str], None] = lambda text: None,
 ) -> EngineCheck:
     """Check that the vLLM of an interpreter does what runs need. If it does, record that beside the interpreter.
     `model`: check that it computes this one as the trainer does; a directory, a GGUF file or an id of the hub.
     `bridges`: of the model's versions; by default the one that a run takes on this device. `dtype`: of its weights;
-    auto is bfloat16 on a GPU, else float32. `options`: further fields of the spec's [engine] table for such a check."""
+    auto is bfloat16 on a GPU, else float32. `options`: further fields of the spec's [engine] table for such a check.
+    `targets`: of its adapters, where a bridge carries those; by default all linear layers but stacked experts."""
     python, picked = str(python or standalone_engines.default_python()), _picked(device)
     if odd := sorted(set(bridges) - set(CHECKED_BRIDGES)):
         raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(CHECKED_BRIDGES)}")
@@ -104,13 +107,15 @@ def check_engine(
         raise SpecError(f"--set {odd[0]}: {_NOT_CHECKED[odd[0]]}")
     if not model and (dtype != "auto" or options):
         raise SpecError(f"--{'dtype' if dtype != 'auto' else 'set'}: name a model, too; without one it is not used")
+    if targets and not any(BRIDGES[name].carries == "adapter" for name in bridges):
+        raise SpecError("--target: name a bridge that carries adapters, too: --bridge adapter or adapter_broadcast")
     if model and not bridges:
         bridges = [on_one_gpu(adapters=False).name if picked == "cuda" else sync_bench.ON_ANY_DEVICE]
     version = standalone_engines.vllm_version(python)
     tell(f"vLLM {version}, {python}, on {picked}")
     checks: list[OneCheck] = []
     for check in (
-        _model_checks(python, picked, model, [*dict.fromkeys(bridges)], dtype, options or {})
+        _model_checks(python, picked, model, [*dict.fromkeys(bridges)], dtype, options or {}, targets)
         if model
         else _checks(python, picked)
     ):
@@ -133,10 +138,11 @@ def _checks(python: str, device: Literal["cpu", "cuda"]) -> Iterator[OneCheck]:
 
 
 def _model_checks(
-    python: str, device: str, path: str, bridges: Sequence[str], dtype: str, options: Mapping[str, Any]
-) -> Iterator[OneCheck]:
+    python: str, device: str, path: str, bridges: Sequence[str], dtype: str, options: Mapping[str, Any],
+    targets: Sequence[str],
+) -> Iterator[OneCheck]:  # fmt: skip
     for bridge in bridges:
-        for check in _request_checks(python, device, path, bridge, dtype, options):
+        for check in _request_checks(python, device, path, bridge, dtype, options, targets):
             yield replace(check, name=f"{bridge}: {check.name}")
 
 
@@ -187,6 +193,7 @@ def _request_checks(
     bridge: str = sync_bench.ON_ANY_DEVICE,
     dtype: str = "auto",
     options: Mapping[str, Any] | None = None,
+    targets: Sequence[str] = (),
 ) -> list[OneCheck]:
     """`path`: of a model; empty: the small one of the conformance suite, with prompts of random ids."""
     with tempfile.TemporaryDirectory(prefix="tandem-engine-check-") as home:
@@ -196,17 +203,33 @@ def _request_checks(
             precision = {"weights": dtype, **({"master": "split"} if dtype == "bfloat16" else {})}
             spec = cast("RlSpec", with_values(spec, {"precision": precision}))
         if path:
-            lora = {} if spec.model.lora is None else {"lora": spec.model.lora.model_dump()}
+            named = {"targets": list(targets)} if targets else {}
+            lora = {} if spec.model.lora is None else {"lora": {**spec.model.lora.model_dump(), **named}}
             spec = cast("RlSpec", with_values(spec, {"model": {"path": path, **lora}}))
-        model = built_model.model(spec.model, spec.precision, spec.seed, built_model.settle_torch(spec))
+        spec, model, left_out = _built(spec)
         if path:
             longest: int = model.policy.module.config.get_text_config().max_position_embeddings
             asked: int = given.get("max_context", _CONTEXT)
             spec = cast("RlSpec", with_values(spec, {"engine.max_context": min(longest, asked)}))
         try:
-            return asyncio.run(served_and_asked(spec, model, Path(home), own_prompts=bool(path)))
+            return left_out + asyncio.run(served_and_asked(spec, model, Path(home), own_prompts=bool(path)))
         except (TandemError, RuntimeError) as error:
-            return [OneCheck("requests", "failed", f"{type(error).__name__}: {error}")]
+            return [*left_out, OneCheck("requests", "failed", f"{type(error).__name__}: {error}")]
+
+
+def _built(spec: RlSpec) -> tuple[RlSpec, BuiltModel, list[OneCheck]]:
+    """Build the model. Adapters on stacked experts, which no engine in another process serves, are left out."""
+    from tandem.model.lora import beside_experts
+
+    model = built_model.model(spec.model, spec.precision, spec.seed, built_model.settle_torch(spec))
+    lora = spec.model.lora
+    odd, linear = beside_experts(model.policy.module) if lora and lora.targets == "all-linear" else ([], [])
+    if not odd or not linear:
+        return spec, model, []
+    spec = cast("RlSpec", with_values(spec, {"model.lora.targets": linear}))
+    model = built_model.model(spec.model, spec.precision, spec.seed, model.device)
+    why = f"no vLLM serves them; checked with model.lora.targets = {json.dumps(linear)}"
+    return spec, model, [OneCheck("adapters on stacked experts", "not here", why)]
 
 
 async def served_and_asked(spec: RlSpec, model: BuiltModel, home: Path, *, own_prompts: bool) -> list[OneCheck]:

@@ -11,7 +11,8 @@ I inputs, O outputs of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -222,12 +223,9 @@ class LoraSlots:
                 f"adapters: lora_alpha = {config.get('lora_alpha')} with r = {rank}: B must be scaled already"
             )
         owners = {_owner(key) for key in tensors}
+        self._check_known(owners)
         for owner in sorted(owners):
-            if (where := self._slices.get(owner)) is None:
-                raise SyncError(
-                    f"adapters: '{owner}' is no layer that this engine can adapt; name others in model.lora.targets"
-                )
-            rows, cols = where.base.full_shape
+            rows, cols = self._slices[owner].base.full_shape
             for side, shape in (("A", (rank, cols)), ("B", (rows, rank))):
                 name = f"{_PREFIX}{owner}.lora_{side}.weight"
                 tensor = tensors.get(name)
@@ -238,6 +236,16 @@ class LoraSlots:
             raise SyncError(f"adapters: {len(tensors)} tensors for {len(owners)} layers: some are of another kind")
         if self.reuses_tensors:
             self._checked = list(tensors.values()), (list(tensors), dict(config))
+
+    def _check_known(self, owners: Set[str]) -> None:
+        odd = sorted(owners - self._slices.keys())
+        if not odd:
+            return
+        named, others = ({owner.rpartition(".")[2] for owner in each} for each in (odd, owners - set(odd)))
+        more = f", nor are {len(odd) - 1} more" if len(odd) > 1 else ""
+        fit = sorted(others - named)
+        way_out = f"set model.lora.targets = {json.dumps(fit)}" if fit else "name others in model.lora.targets"
+        raise SyncError(f"adapters: '{odd[0]}' is no layer that this engine can adapt{more}; {way_out}")
 
     def _load(self, request: Any) -> Any:
         """Replace vLLM's reading of an adapter's files."""
