@@ -51,3 +51,18 @@ def test_copies_between_devices_are_made_one_by_one() -> None:
         again.run()
         assert into.tolist() == [turn] * 8
     assert again._replay._graph is None
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are for GPUs")
+def test_many_graphs_keep_no_more_memory_than_one() -> None:
+    """cuBLAS keeps 32 MiB for each stream that it has seen."""
+    weight, rows = torch.randn(2048, 2048, device=DEVICE), torch.randn(64, 2048, device=DEVICE)
+    into = rows @ weight
+    pool, graphs, held = torch.cuda.graph_pool_handle(), list[torch.cuda.CUDAGraph](), list[int]()
+    for _ in range(9):
+        graphs.append(batched_launches.record_graph(lambda: into.copy_(rows @ weight), weight.device, pool))
+        held.append(torch.cuda.memory_allocated())
+    assert held[-1] - held[0] < 2**20
+    into.zero_()
+    graphs[-1].replay()
+    torch.testing.assert_close(into, rows @ weight)
