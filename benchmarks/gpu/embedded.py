@@ -2,9 +2,11 @@
 
 SHAPE:STREAMS, random weights in bfloat16; a shape may be one of the hybrids of benchmarks/hybrids.py, for example
 Qwen3.5. All requests start together: prompts of `--prompt` ids and `--tokens` new ones each, no end before, temperature
-1. `eager`: each step is launched kernel by kernel; `graphs`: engine.eager = false; `generate`: transformers' own, one
-batch. Each way in turn, once to warm up (graphs are recorded then) and `--rounds` times; prefill is in the time. Then
-the largest difference of logprobs between eager and graphs where both drew the same ids. To $OUT/embedded.json.
+1. `eager`: each step is launched kernel by kernel; `graphs`: engine.eager = false; `apart`: the same, but prompts of
+different lengths one length after the other (`--spread N`: the n-th prompt is n modulo N+1 ids shorter); `generate`:
+transformers' own, one batch of equal prompts. Each way in turn, once to warm up (graphs are recorded then) and
+`--rounds` times; prefill is in the time. Then the largest difference of logprobs between the first two ways where both
+drew the same ids. To $OUT/embedded.json.
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ from tandem.spec.precision import Bfloat16Precision
 from tandem.text.tokenizer import byte_tokenizer
 from tandem.types import Completion, Sampling
 
-WAYS = ("eager", "graphs", "generate")
+WAYS = ("eager", "graphs", "apart", "generate")
 
 
 def prompts_of(num_ids: int, streams: int, asked: argparse.Namespace) -> list[list[int]]:
     drawn = random.Random(0)
     first = min(300, num_ids // 2)
-    return [[drawn.randrange(first, num_ids - 1) for _ in range(asked.prompt)] for _ in range(streams)]
+    lengths = [asked.prompt - number % (asked.spread + 1) for number in range(streams)]
+    return [[drawn.randrange(first, num_ids - 1) for _ in range(length)] for length in lengths]
 
 
 async def answers(engine: Any, num_ids: int, streams: int, asked: argparse.Namespace) -> tuple[float, list[Completion]]:
@@ -94,6 +97,8 @@ async def case(shape: str, streams: int, asked: argparse.Namespace) -> dict[str,
         spec = HfEngineSpec(max_running=streams, kv_gib=asked.kv_gib, eager=way == "eager")
         engine: Any = standalone_engines.embedded(spec, model, inline=True)
         engine._end_ids = frozenset()
+        if way == "apart":
+            engine._room = engine._room._replace(why_apart="asked for")
         rounds = [await answers(engine, model.num_ids, streams, asked) for _ in range(asked.rounds + 1)]
         rates = [streams * asked.tokens / seconds for seconds, _ in rounds]
         given[way] = rounds[-1][1]
@@ -122,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", metavar="SHAPE:STREAMS")
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--spread", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:2])
     parser.add_argument("--rounds", type=int, default=2)

@@ -26,6 +26,7 @@ TOLD = {
     "scheduler": "vLLM's scheduler", "requests": "requests to vLLM", "compiled": "compiled models",
     "beside": "adapters beside the base", "blocks": "blocks of adapters", "graphs": "CUDA graphs of decode steps",
     "prompt_graphs": "CUDA graphs of single prompts", "rows": "requests at once",
+    "lengths": "prompts of different lengths",
 }  # fmt: skip
 """Options that an engine reports when it is attached (requested, engaged), with their names here and in a run's
 events."""

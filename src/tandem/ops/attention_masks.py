@@ -91,6 +91,18 @@ def of_prompts(config: Any, positions_T: Tensor) -> Any:
     return for_model(config, causal, positions_T[:, None], positions_T)
 
 
+def of_prompts_that_end_together(config: Any, pads_P: Tensor, positions_T: Tensor) -> dict[str, Tensor]:
+    """Return the masks of prompts that are padded on the left, of a model with recurrent layers: they get zeros for
+    padding, which leave their state as it begins."""
+    config = config.get_text_config()
+    query, real_PT = positions_T[:, None], positions_T >= pads_P[:, None]
+    # Padding sees itself: a query without keys is not finite.
+    allowed_PTT = (positions_T <= query) & real_PT[:, None] | (positions_T == query)
+    masks = for_model(config, allowed_PTT[:, None], query, positions_T)
+    masked = masks if isinstance(masks, dict) else {"full_attention": masks}
+    return masked | dict.fromkeys({"linear_attention", *config.layer_types}.difference(_MASKED), real_PT)
+
+
 def for_model(config: Any, allowed: Tensor, query_pos: Tensor, key_pos: Tensor) -> Any:
     """Return the `attention_mask` of the model's forward: one mask, or one per kind of layer.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tandem.engine.hf.graphs_by_kind import first_line
 from tandem.engine.hf.kv_cache import KvCache
+from tandem.engine.hf.prefill_batch import hidden_of_ends
 from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
 from tandem.errors import SpecError
 from tandem.ops import attention_masks, option_report
@@ -34,14 +35,18 @@ class CacheRoom(NamedTuple):
     asked: int
     """Requests at once that were asked for."""
     has_states: bool
+    why_apart: str = ""
+    """Of a hybrid: why prompts of different lengths are computed one length after the other. Empty: together."""
 
     @property
     def report(self) -> dict[str, Any]:
-        """Say why fewer requests run at once than were asked for; empty if as many do."""
+        """Of a hybrid: whether prompts are computed together; and why fewer requests run at once than were asked for,
+        if that is so."""
+        told = {"lengths": option_report.requested("together", self.why_apart)} if self.has_states else {}
         if self.max_running == self.asked:
-            return {}
+            return told
         why = f"{self.max_running}: states of more rows do not fit into half of engine.kv_gib"
-        return {"rows": option_report.requested(f"{self.asked}", why)}
+        return {**told, "rows": option_report.requested(f"{self.asked}", why)}
 
     def cache(self, num_layers: int) -> KvCache:
         if not self.has_states:
@@ -59,7 +64,7 @@ def cache_room(head: Head, kv_gib: float, max_running: int, like: Tensor) -> Cac
     if not attention_masks.num_recurrent(config):
         of_a_position = position_bytes(layers, heads, head_dim, like.element_size())
         return CacheRoom(int(room_bytes / of_a_position), max_running, max_running, False)
-    row_bytes = state_bytes(head, layers, like)
+    row_bytes, why_apart = tried(head, layers, like)
     rows = int(room_bytes / 2 / row_bytes)
     if rows < 2:
         raise SpecError(
@@ -71,41 +76,51 @@ def cache_room(head: Head, kv_gib: float, max_running: int, like: Tensor) -> Cac
     rows = min(max_running + 1, rows)
     attends = sum(kind in attention_masks.ATTENDING for kind in config.layer_types)
     of_a_position = position_bytes(attends, heads, head_dim, like.element_size())
-    return CacheRoom(int((room_bytes - rows * row_bytes) / of_a_position), rows - 1, max_running, True)
+    return CacheRoom(int((room_bytes - rows * row_bytes) / of_a_position), rows - 1, max_running, True, why_apart)
 
 
 @torch.no_grad()
-def state_bytes(head: Head, layers: int, like: Tensor) -> int:
-    """Return the bytes of one row's states. Compare two prompts and a step after each with whole passes first."""
+def tried(head: Head, layers: int, like: Tensor) -> tuple[int, str]:
+    """Return the bytes of one row's states, and why prompts of two lengths cannot be computed together. Compare two
+    prompts and a step after each with whole passes: together, padded on the left, and if that fails each alone."""
+    cache = KvCache(layers, 2**16, RecurrentCacheLayer, max_rows=2)
+    if why_apart := _why_not(head, cache, like, together=True):
+        cache = KvCache(layers, 2**16, RecurrentCacheLayer, max_rows=2)
+        if why := _why_not(head, cache, like, together=False):
+            raise SpecError(
+                f"model: {head.config.get_text_config().model_type} has recurrent layers that the embedded engine "
+                f"cannot compute step by step: {why}; {attention_masks.WAY_OUT}"
+            )
+    return sum(layer.state_bytes() for layer in cache.layers if isinstance(layer, RecurrentCacheLayer)), why_apart
+
+
+def _why_not(head: Head, cache: KvCache, like: Tensor, *, together: bool) -> str:
     config, device = head.config, like.device
     ids_2T = (torch.arange(2 * 9, device=device).view(2, 9) * 7 + 1) % head.num_ids
     positions_T = torch.arange(9, device=device)
-    cache = KvCache(layers, 2**16, RecurrentCacheLayer, max_rows=2)
+    rows_2, ends_2 = positions_T[:2], torch.tensor([8, 5], device=device)
     try:
         whole_2TH = head.hidden(ids_2T, positions_T.expand(2, -1), attention_masks.of_prompts(config, positions_T))
-        for number, length in enumerate((8, 5)):  # each alone, as prompts of two lengths are
-            cache.targets, cache.copies, cache.view = slice(number, number + 1), positions_T[:1], length
+        if together:
+            cache.targets, cache.copies, cache.view = slice(2), rows_2, 8
+            own_2T = (positions_T[:8] + ends_2[:, None]) % 8
+            hidden_of_ends(head, cache, ids_2T[:, :8].gather(1, own_2T), ends_2)
+        for number, length in enumerate(() if together else (8, 5)):
+            cache.targets, cache.copies, cache.view = slice(number, number + 1), rows_2[:1], length
             before_T = positions_T[:length]
             mask = attention_masks.of_prompts(config, before_T)
             head.hidden(ids_2T[number : number + 1, :length], before_T[None], mask, cache)
-        ends_2 = torch.tensor([8, 5], device=device)
         cache.num_rows, cache.copies, cache.positions, cache.view = 2, None, ends_2, 9
         query_2111 = ends_2[:, None, None, None]
         mask = attention_masks.for_model(config, positions_T <= query_2111, query_2111, positions_T)
-        rows_2 = positions_T[:2]
         found_21H = head.hidden(ids_2T[rows_2, ends_2][:, None], ends_2[:, None], mask, cache)
-        why = _why_far(found_21H[:, 0].float(), whole_2TH[rows_2, ends_2].float(), exact=like.dtype == torch.float32)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a model's own code runs here
-        why = first_line(error)
-    found = sum(layer.state_bytes() for layer in cache.layers if isinstance(layer, RecurrentCacheLayer))
-    if why or not found:
-        raise SpecError(
-            f"model: {config.get_text_config().model_type} has recurrent layers that the embedded engine cannot "
-            f"compute step by step: {why or 'they leave no state'}; {attention_masks.WAY_OUT}"
-        )
-    return found
+        return first_line(error)
+    if not any(layer.states() for layer in cache.layers if isinstance(layer, RecurrentCacheLayer)):
+        return "they leave no state"
+    return _why_far(found_21H[:, 0].float(), whole_2TH[rows_2, ends_2].float(), exact=like.dtype == torch.float32)
 
 
 def _why_far(found_2H: Tensor, expected_2H: Tensor, *, exact: bool) -> str:

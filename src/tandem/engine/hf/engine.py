@@ -457,14 +457,15 @@ class EmbeddedEngine:
         width = 0 if self.prompts is None else self.prompts.width_for(wave)
         if width and (first + 1) * self._length_alone(wave[0], width) <= self._kv_positions:
             return self._prefill_alone(wave[0], width)
-        wave.sort(key=lambda request: (self._has_states * request.length, self._adapters.place(request.adapter)))
+        apart = bool(self._room.why_apart)
+        wave.sort(key=lambda request: (apart * request.length, self._adapters.place(request.adapter)))
         self._cache.reserve(first + len(wave), max(*(request.length + 1 for request in wave), self._longest()))
-        together = groupby(wave, key=lambda request: self._has_states * request.length)
+        together = groupby(wave, key=lambda request: apart * request.length)
         logits = [self._prefill_together([*same]) for _, same in together]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _prefill_together(self, wave: list[QueuedRequest]) -> Tensor:
-        batch = PrefillBatch(wave, self._device)
+        batch = PrefillBatch(wave, self._device, end_together=self._has_states)
         self._adapters.plan(batch.adapters, batch.width)
         logits_SV = batch.logits(self._head, self._cache, self._state)
         self._cache.num_rows += len(wave)

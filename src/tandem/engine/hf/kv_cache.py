@@ -102,6 +102,8 @@ class KvCache(Cache):
         """In prefill: the number of each new row's prompt."""
         self.targets: slice | Tensor = slice(0)
         """In prefill: the new rows. A graph finds them in a tensor."""
+        self.own_PT: Tensor | None = None
+        """In prefill, where prompts are padded on the left: the place of each position of a prompt."""
         super().__init__(layers=[kind(self) for _ in range(num_layers)])
 
     def reserve(self, rows: int, length: int) -> None:

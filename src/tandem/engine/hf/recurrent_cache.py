@@ -1,7 +1,7 @@
 """The layers of a hybrid's cache: recurrent ones have a state for each row, in place of keys and values or beside them.
 
 A state holds all of a row so far. So a prompt must end where its row ends: prompts of a prefill that differ in length
-are computed one length after the other.
+are padded on the left, or computed one length after the other.
 
 Shapes: S rows, P prompts, T positions.
 """
@@ -42,6 +42,14 @@ class RecurrentCacheLayer(  # pyright: ignore[reportIncompatibleMethodOverride]
     @property
     def recurrent_states(self) -> dict[int, Tensor | None]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return {0: self._live(_RECURRENT)}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        own_PT = self._owner.own_PT
+        if own_PT is None:
+            return super().update(key_states, value_states)
+        place = own_PT[:, None, :, None]
+        super().update(*(each.gather(2, place.expand_as(each)) for each in (key_states, value_states)))
+        return key_states, value_states
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
