@@ -30,8 +30,10 @@ from server_engine import LinkedBridge
 
 from tandem.bridge.inproc import InprocBridge
 from tandem.engine.hf.cache_room import tried
+from tandem.engine.hf.prefill_batch import PrefillBatch
 from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
 from tandem.errors import EngineError, SpecError, SyncError, SyncTimeout
+from tandem.ops import attention_masks
 from tandem.ops.lm_head import Head
 from tandem.ops.named_tensors import live_tensors, whereabouts
 from tandem.types import Completion, Sampling, Weights
@@ -258,6 +260,44 @@ def test_a_hybrid_whose_states_are_not_kept_is_refused(monkeypatch: pytest.Monke
     )
     with pytest.raises(SpecError, match=r"qwen3_5_text has recurrent layers .* another result than the whole"):
         make_engine("inline", ARCHITECTURES["qwen3.5-delta-net"]())
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+@pytest.mark.parametrize("name", ["qwen3.5-delta-net", "lfm2-convolutions", "falcon-h1-both"])
+def test_prompts_of_a_hybrid_are_computed_together_unless_padding_changes_what_they_say(
+    name: str, is_masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = attention_masks.of_prompts_that_end_together
+
+    def without(*given: Any) -> Any:
+        return {**masks(*given), "linear_attention": None, "conv": None}
+
+    if not is_masked:
+        monkeypatch.setattr(attention_masks, "of_prompts_that_end_together", without)
+    module = ARCHITECTURES[name]()
+    engine = make_engine("inline", module, max_running=9, max_context=40)
+    lengths, computed = (1, 2, 3, 5, 8, 8, 13), list[int]()
+    logits = PrefillBatch.logits
+    monkeypatch.setattr(
+        PrefillBatch, "logits", lambda self, *given: computed.append(self.width) or logits(self, *given)
+    )
+    source = InprocBridge().source(1)
+    told: list[Any] = []
+    source.attached = told.append
+    asked = prompts(*lengths)
+
+    async def play() -> list[Completion]:
+        await engine.attach(source)
+        answers = (engine.generate(prompt, Sampling(max_tokens=12, temperature=0.0)) for prompt in asked)
+        return await asyncio.gather(*answers)
+
+    completions = finish(engine, play)
+    assert [each.ids for each in completions] == [generated(module, prompt, 12) for prompt in asked]
+    assert computed == ([13] if is_masked else [1, 2, 3, 5, 8, 13])
+    assert told[0]["lengths"]["engaged"] == is_masked
+    assert told[0]["lengths"]["why_not"].startswith(
+        "" if is_masked else "steps give another result than the whole text"
+    )
 
 
 def test_states_that_fill_their_memory_leave_room_for_fewer_requests_and_the_engine_says_so() -> None:
