@@ -98,12 +98,12 @@ async def case(shape: str, streams: int, asked: argparse.Namespace) -> dict[str,
         engine: Any = standalone_engines.embedded(spec, model, inline=True)
         engine._end_ids = frozenset()
         if way == "apart":
-            engine._room = engine._room._replace(why_apart="asked for")
+            engine.passes._room = engine.passes._room._replace(why_apart="asked for")
         rounds = [await answers(engine, model.num_ids, streams, asked) for _ in range(asked.rounds + 1)]
         rates = [streams * asked.tokens / seconds for seconds, _ in rounds]
         given[way] = rounds[-1][1]
         told[way] = {"tokens_per_s": rates[1:], "warming_up": rates[0]}
-        option = engine.steps.report if engine.steps is not None else {}
+        option = engine.passes.report.get("graphs", {})
         why = f"; not engaged: {option['why_not']}" if option.get("why_not") else ""
         say(shape, streams, way, rates, why)
         await engine.close()

@@ -73,8 +73,8 @@ def test_graphs_sample_what_launches_sample(name: str):
     expected = complete(make_engine("inline", module, max_running=24), asked)
     engine = make_engine("inline", module, max_running=24, eager=False)
     found = complete(engine, asked)
-    assert engine.steps.report == {"requested": "graphs", "engaged": True, "why_not": ""}
-    assert len(engine.steps.graphs.sizes) > 1
+    assert engine.passes.steps.report == {"requested": "graphs", "engaged": True, "why_not": ""}
+    assert len(engine.passes.steps.graphs.sizes) > 1
     check_alike(found, expected)
 
 
@@ -95,8 +95,8 @@ def test_prompts_alone_in_graphs_answer_as_by_launches(name: str):
     expected = finish(reference, lambda: play(reference))
     engine = make_engine("inline", ARCHITECTURES[name]().to(DEVICE), max_running=60, eager=False)
     found = finish(engine, lambda: play(engine))
-    assert engine.prompts.report == {"requested": "graphs", "engaged": True, "why_not": ""}
-    assert len(engine.prompts.graphs.sizes) > 3  # of two widths at least, with adapters and without
+    assert engine.passes.prompts.report == {"requested": "graphs", "engaged": True, "why_not": ""}
+    assert len(engine.passes.prompts.graphs.sizes) > 3  # of two widths at least, with adapters and without
     check_alike(found, expected)
 
 
@@ -199,4 +199,4 @@ def test_rows_with_adapters_sample_what_each_samples_alone(eager: bool, monkeypa
     assert found[-1].ids == expected[-1].ids
     assert len({tuple(each.ids) for each in found}) > 12
     if not eager:
-        assert len(engine.steps.graphs.sizes) > 1
+        assert len(engine.passes.steps.graphs.sizes) > 1

@@ -20,17 +20,25 @@ def test_steps_without_masks_sample_the_same(name: str):
     engine = make_engine("inline", module, max_running=6, eager=False)
     found = complete(engine, asked)
     why = REFUSED.get(name, "")
-    assert engine.steps.why_masked == why
-    assert engine.steps.report == {"requested": "graphs", "engaged": False, "why_not": why or "graphs are for GPUs"}
+    assert engine.passes.steps.why_masked == why
+    assert engine.passes.steps.report == {
+        "requested": "graphs",
+        "engaged": False,
+        "why_not": why or "graphs are for GPUs",
+    }
     if name in HYBRIDS:
-        assert engine.prompts is None
+        assert engine.passes.prompts is None
     else:
-        assert engine.prompts.report == {"requested": "graphs", "engaged": False, "why_not": "graphs are for GPUs"}
+        assert engine.passes.prompts.report == {
+            "requested": "graphs",
+            "engaged": False,
+            "why_not": "graphs are for GPUs",
+        }
     check_same(found, expected)
 
 
 def test_steps_are_filled_up_to_few_numbers_of_rows_and_to_no_more_than_there_are():
-    steps = make_engine("inline", ARCHITECTURES["llama-gqa"](), max_running=256, eager=False).steps
+    steps = make_engine("inline", ARCHITECTURES["llama-gqa"](), max_running=256, eager=False).passes.steps
     rows = [steps.rows_for(live) for live in range(1, 258)]
     assert rows[:9] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert rows[-1] == 257  # the last one is for an urgent request
@@ -43,5 +51,5 @@ def test_a_module_whose_attention_goes_another_way_is_noticed(monkeypatch: pytes
     """A trial compares both ways when the engine is made: of a model whose forward does not pass it on, for example."""
     attend = decode_attention.attend
     monkeypatch.setattr(decode_attention, "attend", lambda q, k, v, ends, *more: attend(q, k, v, ends - 1, *more))
-    steps = make_engine("inline", ARCHITECTURES["llama-gqa"](), eager=False).steps
+    steps = make_engine("inline", ARCHITECTURES["llama-gqa"](), eager=False).passes.steps
     assert steps.why_masked.startswith("steps without masks give another result than with masks (")

@@ -48,7 +48,7 @@ def test_prompts_of_no_one_and_two_images_share_a_wave_and_rows_move(eager: bool
         asked(30, max_tokens=18, seed=2), asked("map", 2, max_tokens=25, seed=3), asked(5, "dog", max_tokens=8),
     ]  # fmt: skip
     engine = engine_of(module, max_running=5, eager=eager)
-    assert engine.steps is None or not engine.steps.why_masked
+    assert engine.passes.steps is None or not engine.passes.steps.why_masked
     completions = complete(engine, requests)
     assert sum(len(each.ids) for each in completions) > 60
     assert gap(module, requests, completions) < 1e-4

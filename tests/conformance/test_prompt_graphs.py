@@ -77,11 +77,11 @@ def test_a_prompt_alone_answers_as_it_does_by_launches(name: str):
     reference = make_engine("inline", ARCHITECTURES[name](), max_running=6)
     expected = finish(reference, lambda: one_after_another(reference, asked))
     engine = make_engine("inline", ARCHITECTURES[name](), max_running=6, eager=False)
-    assert engine.prompts.report == {"requested": "graphs", "engaged": True, "why_not": ""}
+    assert engine.passes.prompts.report == {"requested": "graphs", "engaged": True, "why_not": ""}
     Tape.replayed = 0
     found = finish(engine, lambda: one_after_another(engine, asked))
     check_same(found, expected)
-    assert {16, 32} < {*engine.prompts.graphs.sizes}
+    assert {16, 32} < {*engine.passes.prompts.graphs.sizes}
 
 
 def test_a_prompt_is_recorded_the_second_time_and_replayed_from_then_on():
@@ -92,7 +92,7 @@ def test_a_prompt_is_recorded_the_second_time_and_replayed_from_then_on():
     async def play() -> None:
         for each in asked:
             await engine.generate(*each)
-            seen.append((Tape.replayed, engine.prompts.graphs.sizes))
+            seen.append((Tape.replayed, engine.passes.prompts.graphs.sizes))
 
     finish(engine, play)
     assert seen == [(0, []), (0, [16]), (1, [16]), (2, [16])]
@@ -105,11 +105,11 @@ def test_a_prompt_is_not_filled_up_beyond_the_memory_or_the_model():
     expected = finish(reference, lambda: one_after_another(reference, asked))
     engine = make_engine("inline", ARCHITECTURES["gpt2"](), eager=False)
     check_same(finish(engine, lambda: one_after_another(engine, asked)), expected)
-    assert not engine.prompts.graphs.sizes
+    assert not engine.passes.prompts.graphs.sizes
     few = make_engine("inline", ARCHITECTURES["gpt2"](), eager=False, kv_gib=80 * 2 * 2 * 64 * 4 / 2**30)
     short = [(prompt[:70], sampling) for prompt, sampling in asked]
     finish(few, lambda: one_after_another(few, short))
-    assert not few.prompts.graphs.sizes
+    assert not few.passes.prompts.graphs.sizes
 
 
 def waiting(module: Any, *, on: Sequence[bool]) -> Any:
@@ -130,9 +130,9 @@ def test_a_model_that_waits_for_the_gpu_is_launched_and_the_report_says_why():
     expected = finish(reference, lambda: one_after_another(reference, asked))
     engine = make_engine("inline", waiting(module, on=[True]), max_running=6, eager=False)
     why = "RuntimeError: operation not permitted when stream is capturing"
-    assert engine.prompts.report == {"requested": "graphs", "engaged": False, "why_not": why}
+    assert engine.passes.prompts.report == {"requested": "graphs", "engaged": False, "why_not": why}
     check_same(finish(engine, lambda: one_after_another(engine, asked)), expected)
-    assert not engine.prompts.graphs.sizes
+    assert not engine.passes.prompts.graphs.sizes
 
 
 def test_what_cannot_be_recorded_later_is_said(caplog: pytest.LogCaptureFixture):
@@ -143,7 +143,7 @@ def test_what_cannot_be_recorded_later_is_said(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         found = finish(engine, lambda: one_after_another(engine, asked_for(*LENGTHS)))
     assert all(each.ids for each in found)
-    assert "stream is capturing" in engine.prompts.report["why_not"]
+    assert "stream is capturing" in engine.passes.prompts.report["why_not"]
     assert Counter(each.getMessage().partition(" are launched")[0] for each in caplog.records) == {
         "decode steps": 1,
         "prefills of one prompt": 1,
@@ -208,7 +208,7 @@ def test_one_graph_serves_every_adapter_until_their_memory_moves(monkeypatch: py
     found = finish(engine, lambda: play(engine))
     check_same(found, expected)
     assert len({tuple(each.ids) for each in found}) == len(found)
-    assert {16, 32, 64} <= {*engine.prompts.graphs.sizes}
+    assert {16, 32, 64} <= {*engine.passes.prompts.graphs.sizes}
 
 
 class Elsewhere:
@@ -236,11 +236,11 @@ def test_graphs_do_not_outlive_the_weights_that_they_read(carries: WeightKind):
     async def play() -> None:
         for _ in range(2):
             await one_after_another(engine, asked_for(5, 6, 7))
-            sizes.append((bool(engine.prompts.graphs.sizes), bool(engine.steps.graphs.sizes)))
+            sizes.append((bool(engine.passes.prompts.graphs.sizes), bool(engine.passes.steps.graphs.sizes)))
             await engine.attach(Elsewhere(carries, {name: each.clone() for name, each in live_tensors(module)}))
             if carries == "full":
                 await engine.load(1)
-            sizes.append((bool(engine.prompts.graphs.sizes), bool(engine.steps.graphs.sizes)))
+            sizes.append((bool(engine.passes.prompts.graphs.sizes), bool(engine.passes.steps.graphs.sizes)))
 
     finish(engine, play)
     assert sizes == [(True, True), (False, False)] * 2

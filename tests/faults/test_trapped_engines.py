@@ -188,21 +188,20 @@ class KeepsPrefixes(EmbeddedEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.kept: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        self.plain, self.passes.prefill = self.passes.prefill, self.prefill
 
-    def _prefill(self, wave: Any) -> Tensor:
-        logits = super()._prefill(wave)
+    def prefill(self, wave: Any, running: Any) -> Tensor:
+        logits, passes = self.plain(wave, running), self.passes
         [request] = wave
-        last, row = len(request.prompt) - 1, len(self._running)
-        layers = [(layer.keys[row, :, :last], layer.values[row, :, :last]) for layer in _slots(self._cache)]
+        last, row = len(request.prompt) - 1, len(running)
+        layers = [(layer.keys[row, :, :last], layer.values[row, :, :last]) for layer in _slots(passes.cache)]
         old = self.kept.setdefault(tuple(request.prompt), [(keys.clone(), values.clone()) for keys, values in layers])
         for (keys, values), (old_keys, old_values) in zip(layers, old, strict=True):
             keys.copy_(old_keys)
             values.copy_(old_values)
         # The last token of the prompt goes through the model again, as after a hit of all that is before it.
-        self._running.append(request)
-        self._state.last_S[row], self._state.position_S[row] = request.prompt[-1], last
-        logits[-1] = self._decode_step()[-1]
-        self._running.pop()
+        passes.state.last_S[row], passes.state.position_S[row] = request.prompt[-1], last
+        logits[-1] = passes.decode([*running, request])[-1]
         return logits
 
 

@@ -65,10 +65,10 @@ def test_the_cache_does_not_grow_for_it():
         ]
         while len(told) < 16:
             await asyncio.sleep(0)
-        held = engine._cache.rows_held
+        held = engine.passes.cache.rows_held
         assert len((await engine.generate([5] * 9, Sampling(max_tokens=3, urgent=True))).ids) == 3
         assert not any(each.done() for each in others)
-        assert engine._cache.rows_held == held
+        assert engine.passes.cache.rows_held == held
         await asyncio.gather(*others)
         await engine.close()
 

@@ -16,7 +16,6 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,17 +23,13 @@ from torch import Tensor
 
 from tandem.engine.hf.admission_queue import AdmissionQueue, QueuedRequest
 from tandem.engine.hf.cache_room import CacheRoom, cache_room
-from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
-from tandem.engine.hf.mixed_adapters import MixedAdapters
-from tandem.engine.hf.prefill_batch import PrefillBatch
-from tandem.engine.hf.prompt_graphs import PromptGraphs
-from tandem.engine.hf.row_state import RowState
+from tandem.engine.hf.passes import Passes
 from tandem.engine.hf.sampler import draw
 from tandem.engine.hf.shaping import GrammarCompiler, Shaper, likeliest
 from tandem.engine.hf.shared_copy import twin
 from tandem.engine.hf.staged_weights import StagedWeights
 from tandem.errors import EngineError, SamplingRefused, SyncError
-from tandem.ops import attention_masks, digest, option_report
+from tandem.ops import attention_masks, digest
 from tandem.ops.device_names import device_name
 from tandem.ops.image_places import why_misplaced
 from tandem.ops.lm_head import Head
@@ -95,25 +90,15 @@ class EmbeddedEngine:
             grammars=grammars, vision=vision, room=room,
         )  # fmt: skip
         self._end_ids, self._decode, self._inline, self._grammars = end_ids, decode, inline, grammars
-        layers: int = config.num_hidden_layers
-        self._room, self._has_states, self._kv_positions = room, room.has_states, room.positions
-        self._cache, rows = room.cache(layers), room.max_running + 1  # the last row is for an urgent request
-        self._state = RowState(rows, self._device)
-        self.steps: DecodeSteps | None = None
-        """Decode steps without masks; None: `eager`."""
-        self.prompts: PromptGraphs | None = None
-        """Prompts that come alone; None: `eager`."""
-        if not eager:
-            self.steps = DecodeSteps(module, self._head, self._cache, self._state, room.cache(layers))
-        if not eager and not self._has_states:
-            most = min(self.max_context, getattr(config, "max_position_embeddings", self.max_context))
-            self.prompts = PromptGraphs(self._head, self._cache, self._state, layers=layers, most_positions=most)
+        most = min(self.max_context, getattr(config, "max_position_embeddings", self.max_context))
+        self.passes = Passes(module, self._head, room, self._device, most_positions=most, eager=eager)
+        self._kv_positions = room.positions
         self._waiting = AdmissionQueue(
             max_running=room.max_running, positions=self._kv_positions,
             prefill_tokens=_PREFILL_TOKENS.get(self._device.type, 16384),
         )  # fmt: skip
         self._running: list[QueuedRequest] = []
-        self._adapters = MixedAdapters(module, rows)
+        self._adapters = self.passes.adapters
         self._holding, self._on_update, self._draining = StagedWeights(module), on_update, False
         self._source: WeightSource | None = None
         self._pump: asyncio.Task[None] | None = None
@@ -226,22 +211,19 @@ class EmbeddedEngine:
             await self._awake.wait()
             async with self._iterating:  # between two iterations, as weights change
                 if self._awake.is_set():
-                    return await self._call(self._score, list(ids))
+                    return await self._call(self.passes.score, list(ids))
 
     async def attach(self, source: WeightSource) -> None:
         self._source = source
         if (home := source.memory_for(dict(live_tensors(self._module)))) is not None:
             await self.sleep()
             self._holding.live_in(home)
-            self._weights_moved()
+            self.passes.weights_at(self._holding.addresses())
             await self.wake()
         reply: dict[str, Any] = {"boot_id": self.boot_id, "workers": 1, "layout": self._holding.layout()}
         reply["devices"] = [device_name(self._device)]
         reply["digests"] = digest.fused(next(self._module.parameters()).device)
-        if self.steps is not None:
-            padded = option_report.requested("graphs", "recurrent layers would read the padding of a prompt")
-            reply |= {"graphs": self.steps.report, "prompt_graphs": self.prompts.report if self.prompts else padded}
-        reply |= self._room.report
+        reply |= self.passes.report
         if source.carries == "adapter":
             reply["base"] = await self._call(self._holding.fingerprints)
         source.attached(reply)
@@ -262,7 +244,7 @@ class EmbeddedEngine:
             await self._pause_for_update()
             phases.end("pause")
             served = self._holding.flip(staged)
-            self._weights_moved()
+            self.passes.weights_at(self._holding.addresses())
             self._forget(old)
             self.version = weights.version
             phases.end("apply")
@@ -270,11 +252,6 @@ class EmbeddedEngine:
             self._draining = False
             await self.wake()  # even after a refusal: requests in flight continue with the old version
         return Served(self.version, served, (self.boot_id,), self.cache_epoch, phases.seconds)
-
-    def _weights_moved(self) -> None:
-        for each in (self.steps, self.prompts):
-            if each is not None:
-                each.graphs.weights_at(self._holding.addresses())
 
     async def _pause_for_update(self) -> None:
         if self._on_update == "finish" and self._awake.is_set():
@@ -422,84 +399,26 @@ class EmbeddedEngine:
         """Run one iteration. Return the first row with a new token, the ids and logprobs from that row on, and the
         likeliest tokens of the rows whose requests ask for them."""
         if wave:
-            first, logits_SV = len(self._running), self._prefill(wave)
+            first, logits_SV = len(self._running), self.passes.prefill(wave, self._running)
             self._running.extend(wave)
-            self._cache.num_rows = len(self._running)
         else:
-            first, logits_SV = 0, self._decode_step()
+            first, logits_SV = 0, self.passes.decode(self._running)
         rows = slice(first, len(self._running))
         for row, request in enumerate(self._running[rows]):
             if request.shaper is not None:
                 logits_SV[row] = request.shaper.shaped(logits_SV[row], request.ids)
-        settings = self._state.settings.rows(rows.start, rows.stop)
-        ids_S, logprobs_S, logprobs_SV = draw(logits_SV, settings, self._state.drawn_S[rows])
-        self._state.last_S[rows] = ids_S
-        self._state.drawn_S[rows] += 1
+        state = self.passes.state
+        ids_S, logprobs_S, logprobs_SV = draw(
+            logits_SV, state.settings.rows(rows.start, rows.stop), state.drawn_S[rows]
+        )
+        state.last_S[rows] = ids_S
+        state.drawn_S[rows] += 1
         ranked = {
             first + row: likeliest(logprobs_SV[row], request.sampling.top_logprobs)
             for row, request in enumerate(self._running[rows])
             if request.sampling.top_logprobs
         }
         return first, ids_S.tolist(), logprobs_S.tolist(), ranked
-
-    @torch.no_grad()
-    def _score(self, ids: list[int]) -> list[float]:
-        self._adapters.plan([""], 1)
-        ids_1T = torch.tensor([ids[:-1]], device=self._device, dtype=torch.long)
-        positions_T = torch.arange(ids_1T.shape[1], device=self._device)
-        mask = attention_masks.of_prompts(self._config, positions_T)
-        hidden_1TH = self._head.hidden(ids_1T, positions_T[None], mask)
-        return self._head.logprobs(hidden_1TH[0], torch.tensor(ids[1:], device=self._device), 1.0)[0].tolist()
-
-    def _prefill(self, wave: list[QueuedRequest]) -> Tensor:
-        """Return the logits after each request's prompt."""
-        first = self._cache.num_rows = len(self._running)
-        width = 0 if self.prompts is None else self.prompts.width_for(wave)
-        if width and (first + 1) * self._length_alone(wave[0], width) <= self._kv_positions:
-            return self._prefill_alone(wave[0], width)
-        apart = bool(self._room.why_apart)
-        wave.sort(key=lambda request: (apart * request.length, self._adapters.place(request.adapter)))
-        self._cache.reserve(first + len(wave), max(*(request.length + 1 for request in wave), self._longest()))
-        together = groupby(wave, key=lambda request: apart * request.length)
-        logits = [self._prefill_together([*same]) for _, same in together]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
-
-    def _prefill_together(self, wave: list[QueuedRequest]) -> Tensor:
-        batch = PrefillBatch(wave, self._device, end_together=self._has_states)
-        self._adapters.plan(batch.adapters, batch.width)
-        logits_SV = batch.logits(self._head, self._cache, self._state)
-        self._cache.num_rows += len(wave)
-        return logits_SV
-
-    def _prefill_alone(self, request: QueuedRequest, width: int) -> Tensor:
-        assert self.prompts is not None
-        row, moved = self._cache.num_rows, self._adapters.moved if request.adapter else 0
-        is_graph = self._adapters.plan([request.adapter], width)
-        self._cache.reserve(row + 1, self._length_alone(request, width))
-        return self.prompts.run(row, request, width, adapters=moved, by_launches=not is_graph)
-
-    def _length_alone(self, request: QueuedRequest, width: int) -> int:
-        """The cache doubles at the widths, so one position more than is needed would move it, and drop its graphs."""
-        return max(width, request.length + 1, self._longest())
-
-    def _decode_step(self) -> Tensor:
-        rows, adapters = len(self._running), [request.adapter for request in self._running]
-        longest = self._longest()
-        steps = None if self.steps is None or self.steps.why_masked else self.steps
-        filled = rows if steps is None else steps.rows_for(rows)
-        if filled * longest > self._kv_positions:
-            filled = rows
-        self._state.position_S[rows:filled] = 0
-        self._cache.reserve(filled, longest)
-        is_graph = self._adapters.plan([*adapters, *[""] * (filled - rows)], 1)
-        if steps is None:
-            logits_SV = logits_with_masks(self._head, self._cache, self._state, rows, longest)
-        else:
-            moved = self._adapters.moved if any(adapters) else 0
-            logits_SV = steps.run(filled, adapters=moved, by_launches=not is_graph)[:rows]
-            self._cache.num_rows = rows
-        self._state.position_S[:rows] += 1
-        return logits_SV
 
     def _deliver(self, first: int, ids: list[int], logprobs: list[float], ranked: Mapping[int, Alternatives]) -> None:
         ended: list[int] = []
@@ -509,7 +428,7 @@ class EmbeddedEngine:
                 if not request.adapter:
                     raise EngineError(f"the model's logits are not finite (version {self.version})")
                 request.fail(EngineError(f"adapter '{request.adapter}': its logits are not finite; use another"))
-                self._cache.clear(first + offset)
+                self.passes.cache.clear(first + offset)
                 ended.append(first + offset)
                 continue
             if request.shaper is not None and request.shaper.is_stuck:
@@ -539,9 +458,6 @@ class EmbeddedEngine:
 
     # --- rows
 
-    def _longest(self) -> int:
-        return max((request.length for request in self._running), default=0)
-
     def _forget_cancelled(self) -> None:
         self._close_gaps([row for row, request in enumerate(self._running) if request.answer.done()])
         if any(request.answer.done() for request in self._waiting):
@@ -559,11 +475,7 @@ class EmbeddedEngine:
         for source, target in zip(sources, targets, strict=True):
             self._running[target] = self._running[source]
         del self._running[left:]
-        if sources:
-            source_S, target_S = torch.tensor([sources, targets], device=self._device)
-            self._state.move(source_S, target_S)
-            self._cache.move(source_S, target_S)
-        self._cache.num_rows = left
+        self.passes.move(sources, targets, left)
 
     def _fail_all(self, error: EngineError) -> None:
         for request in (*self._running, *self._waiting):
