@@ -29,7 +29,7 @@ from engines import (
 from server_engine import LinkedBridge
 
 from tandem.bridge.inproc import InprocBridge
-from tandem.engine.hf.cache_room import tried
+from tandem.engine.hf.cache_room import try_states
 from tandem.engine.hf.prefill_batch import PrefillBatch
 from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
 from tandem.errors import EngineError, SpecError, SyncError, SyncTimeout
@@ -302,7 +302,7 @@ def test_prompts_of_a_hybrid_are_computed_together_unless_padding_changes_what_t
 
 def test_states_that_fill_their_memory_leave_room_for_fewer_requests_and_the_engine_says_so() -> None:
     module = ARCHITECTURES["qwen3.5-delta-net"]()
-    row_bytes, _ = tried(Head(module, VOCAB, None), 2, next(module.parameters()))
+    row_bytes, _ = try_states(Head(module, VOCAB, None), 2, next(module.parameters()))
     engine = make_engine("inline", module, max_running=9, kv_gib=2 * 4 * row_bytes / 2**30, max_context=40)
     requests = [(prompt, Sampling(max_tokens=12, temperature=0.0)) for prompt in prompts(*range(1, 9))]
     source = InprocBridge().source(1)

@@ -64,7 +64,7 @@ def cache_room(head: Head, kv_gib: float, max_running: int, like: Tensor) -> Cac
     if not attention_masks.num_recurrent(config):
         of_a_position = position_bytes(layers, heads, head_dim, like.element_size())
         return CacheRoom(int(room_bytes / of_a_position), max_running, max_running, False)
-    row_bytes, why_apart = tried(head, layers, like)
+    row_bytes, why_apart = try_states(head, layers, like)
     rows = int(room_bytes / 2 / row_bytes)
     if rows < 2:
         raise SpecError(
@@ -80,7 +80,7 @@ def cache_room(head: Head, kv_gib: float, max_running: int, like: Tensor) -> Cac
 
 
 @torch.no_grad()
-def tried(head: Head, layers: int, like: Tensor) -> tuple[int, str]:
+def try_states(head: Head, layers: int, like: Tensor) -> tuple[int, str]:
     """Return the bytes of one row's states, and why prompts of two lengths cannot be computed together. Compare two
     prompts and a step after each with whole passes: together, padded on the left, and if that fails each alone."""
     cache = KvCache(layers, 2**16, RecurrentCacheLayer, max_rows=2)
@@ -105,11 +105,12 @@ def _why_not(head: Head, cache: KvCache, like: Tensor, *, together: bool) -> str
             cache.targets, cache.copies, cache.view = slice(2), rows_2, 8
             own_2T = (positions_T[:8] + ends_2[:, None]) % 8
             hidden_of_ends(head, cache, ids_2T[:, :8].gather(1, own_2T), ends_2)
-        for number, length in enumerate(() if together else (8, 5)):
-            cache.targets, cache.copies, cache.view = slice(number, number + 1), rows_2[:1], length
-            before_T = positions_T[:length]
-            mask = attention_masks.of_prompts(config, before_T)
-            head.hidden(ids_2T[number : number + 1, :length], before_T[None], mask, cache)
+        else:
+            for number, length in enumerate((8, 5)):
+                cache.targets, cache.copies, cache.view = slice(number, number + 1), rows_2[:1], length
+                before_T = positions_T[:length]
+                mask = attention_masks.of_prompts(config, before_T)
+                head.hidden(ids_2T[number : number + 1, :length], before_T[None], mask, cache)
         cache.num_rows, cache.copies, cache.positions, cache.view = 2, None, ends_2, 9
         query_2111 = ends_2[:, None, None, None]
         mask = attention_masks.for_model(config, positions_T <= query_2111, query_2111, positions_T)
@@ -118,7 +119,7 @@ def _why_not(head: Head, cache: KvCache, like: Tensor, *, together: bool) -> str
         raise
     except Exception as error:  # noqa: BLE001 - a model's own code runs here
         return first_line(error)
-    if not any(layer.states() for layer in cache.layers if isinstance(layer, RecurrentCacheLayer)):
+    if not cache.states():
         return "they leave no state"
     return _why_far(found_21H[:, 0].float(), whole_2TH[rows_2, ends_2].float(), exact=like.dtype == torch.float32)
 

@@ -80,7 +80,7 @@ class DecodeSteps:
         try:
             prompt_ST = position_T[None, :17].expand_as(ids_ST)
             head.hidden(ids_ST, prompt_ST, mask(position_T[None, None, :17, None], 17), cache)
-            kept = [(states, states.clone()) for layer in cache.layers for states in layer.states()]
+            kept = [(states, states.clone()) for states in cache.states()]
             cache.num_rows, cache.copies, cache.positions, cache.view = rows, None, ends_S, 18
             with_S1H = head.hidden(ids_ST[:, :1], ends_S[:, None], mask(ends_S[:, None, None, None], 18), cache)
             found_S1H = without()

@@ -46,7 +46,6 @@ class KvCacheLayer(CacheLayerMixin):
         return keys[:rows, :, : cache.view], values[:rows, :, : cache.view]
 
     def states(self) -> list[Tensor]:
-        """Return what a step changes that another one, from the same positions, would not find as it was."""
         return []
 
     def resize(self, rows: int, length: int, live_rows: int) -> None:
@@ -116,6 +115,10 @@ class KvCache(Cache):
         self.moved += 1
         for layer in self.layers:
             layer.resize(self.rows_held, self.length_held, self.num_rows)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def states(self) -> list[Tensor]:
+        """Return what a step changes that another one, from the same positions, would not find as it was."""
+        return [each for layer in self.layers for each in layer.states()]  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.inference_mode()
     def clear(self, row: int) -> None:
