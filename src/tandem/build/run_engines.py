@@ -84,6 +84,15 @@ def _check_served(spec: RlSpec, model: BuiltModel) -> None:
         check_only_linear(model.policy.module, spec.model.lora)
 
 
+def targets_beside_experts(model: BuiltModel) -> list[str]:
+    """Return the targets of model.lora that leave out stacked experts, which engines in other processes refuse; empty
+    if nothing adapts those."""
+    from tandem.model.lora import beside_experts
+
+    odd, linear = beside_experts(model.policy.module)
+    return linear if odd else []
+
+
 # --- engines
 
 

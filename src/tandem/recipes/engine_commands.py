@@ -219,12 +219,10 @@ def _request_checks(
 
 def _built(spec: RlSpec) -> tuple[RlSpec, BuiltModel, list[OneCheck]]:
     """Build the model. Adapters on stacked experts, which no engine in another process serves, are left out."""
-    from tandem.model.lora import beside_experts
-
     model = built_model.model(spec.model, spec.precision, spec.seed, built_model.settle_torch(spec))
     lora = spec.model.lora
-    odd, linear = beside_experts(model.policy.module) if lora and lora.targets == "all-linear" else ([], [])
-    if not odd or not linear:
+    linear = run_engines.targets_beside_experts(model) if lora and lora.targets == "all-linear" else []
+    if not linear:
         return spec, model, []
     spec = cast("RlSpec", with_values(spec, {"model.lora.targets": linear}))
     model = built_model.model(spec.model, spec.precision, spec.seed, model.device)
