@@ -145,8 +145,8 @@ def planned(home: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     answers = spec.train.groups_per_step * spec.train.group_size
     told = sum(row["tokens/sampled"] for row in rows) / len(rows) / answers
     kind, total_gib, _ = live_memory(spec)
-    most = max(rows, key=lambda row: row["tokens/largest_micro"])
-    fullest = int(most["tokens/largest_micro"])
+    most = max(rows, key=lambda row: row["tokens/fullest_micro"])
+    fullest = int(most["tokens/fullest_micro"])
     full: Any = spec.model_copy(update={"train": spec.train.model_copy(update={"micro_tokens": fullest})})
     knowing, filled = (
         plan_run(each, gpu=kind, memory_gib=total_gib, answer_tokens=of).as_json()

@@ -26,14 +26,7 @@ def test_steps_without_masks_sample_the_same(name: str):
         "engaged": False,
         "why_not": why or "graphs are for GPUs",
     }
-    if name in HYBRIDS:
-        assert engine.passes.prompts is None
-    else:
-        assert engine.passes.prompts.report == {
-            "requested": "graphs",
-            "engaged": False,
-            "why_not": "graphs are for GPUs",
-        }
+    assert engine.passes.prompts.report == {"requested": "graphs", "engaged": False, "why_not": "graphs are for GPUs"}
     check_same(found, expected)
 
 

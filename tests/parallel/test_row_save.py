@@ -165,19 +165,19 @@ def test_what_is_held_is_not_overwritten_while_it_is_written(
     saves = [RowSave(member) for member in members]
     for rank, save in enumerate(saves):
         save.hold(1, held(state(1), rank))
-    under_way, go_on = threading.Event(), threading.Event()
+    under_way, go_on = threading.Barrier(RANKS), threading.Event()  # of both listeners, and of the test
     write_parts = row_save.row_file.write_parts
 
     def slow(path: Path, parts: Any) -> int:
-        if threading.current_thread().name == "checkpoint":
-            under_way.set()
+        if threading.current_thread().name == "checkpoint" and not go_on.is_set():
+            under_way.wait(10)
             go_on.wait(10)
         return write_parts(path, parts)
 
     monkeypatch.setattr(row_save.row_file, "write_parts", slow)
     with ThreadPoolExecutor(2) as pool:
         writing = pool.submit(saves[0].write, 1, tmp_path)
-        assert under_way.wait(10)
+        under_way.wait(10)
         freeing = pool.submit(saves[1].free)
         time.sleep(0.1)
         assert not freeing.done()

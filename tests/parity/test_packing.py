@@ -338,7 +338,7 @@ def test_a_batch_counts_its_tokens_and_their_age() -> None:
         "tokens/credited": 12.0,
         "tokens/computed": 22.0,
         "tokens/shared": 8.0,
-        "tokens/largest_micro": 22.0,
+        "tokens/fullest_micro": 22.0,
         "lag/max": 3.0,
         "lag/mean": pytest.approx((7 * 1 + 5 * 3) / 12),
     }

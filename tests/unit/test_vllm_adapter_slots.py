@@ -117,7 +117,7 @@ def test_a_refusal_names_the_layers_that_are_left() -> None:
     tensors = dict(an_adapter(1)[0])
     for other in (".gate_up_proj.", ".conv.in_proj."):
         tensors |= {name.replace(".q.", other): tensor for name, tensor in an_adapter(1)[0].items()}
-    told = r"'layer\.conv\.in_proj' is no layer .* adapt, nor are 1 more; set model\.lora\.targets = \[\"q\"\]"
+    told = r"'layer\.conv\.in_proj' is no layer .* adapt \(2 such layers\); set model\.lora\.targets = \[\"q\"\]"
     with pytest.raises(SyncError, match=told):
         Engine().load(tensors, fingerprints(tensors))
 

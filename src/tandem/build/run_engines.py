@@ -85,8 +85,8 @@ def _check_served(spec: RlSpec, model: BuiltModel) -> None:
 
 
 def targets_beside_experts(model: BuiltModel) -> list[str]:
-    """Return the targets of model.lora that leave out stacked experts, which engines in other processes refuse; empty
-    if nothing adapts those."""
+    """Return the targets of model.lora on the attention alone, where an adapter is on stacked experts, which engines in
+    other processes refuse; otherwise none."""
     from tandem.model.lora import beside_experts
 
     odd, linear = beside_experts(model.policy.module)

@@ -83,7 +83,7 @@ def check_only_linear(module: Any, spec: LoraSpec) -> None:
 
 
 def beside_experts(module: Any) -> tuple[list[str], list[str]]:
-    """Return what is adapted that is no linear layer, and the targets that leave it out."""
+    """Return what is adapted that is no linear layer, and the targets of the attention alone."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper  # it adapts a parameter that is of no linear layer
 
     adapted = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}

@@ -97,7 +97,8 @@ def of_prompts_that_end_together(config: Any, pads_P: Tensor, positions_T: Tenso
     config = config.get_text_config()
     query, real_PT = positions_T[:, None], positions_T >= pads_P[:, None]
     # Padding sees itself: a query without keys is not finite.
-    allowed_PTT = (positions_T <= query) & real_PT[:, None] | (positions_T == query)
+    allowed_PTT = (positions_T <= query) & real_PT[:, None]
+    allowed_PTT |= positions_T == query
     masks = for_model(config, allowed_PTT[:, None], query, positions_T)
     masked = masks if isinstance(masks, dict) else {"full_attention": masks}
     return masked | dict.fromkeys({"linear_attention", *config.layer_types}.difference(_MASKED), real_PT)

@@ -15,7 +15,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
-_recording = Lock()
+_recording = RLock()
 _SMALL_BYTES = 2**20  # a larger tensor is copied by itself, at full memory speed
 
 
@@ -60,8 +60,8 @@ def record_graph(launch: Callable[[], object], device: torch.device, pool: Any =
     """Return what `launch` does as a CUDA graph; RuntimeError if it waits for the GPU, or allocates outside of torch.
     It has been run before. Graphs of one `pool` share its memory: no two of them run at a time.
 
-    All graphs of a device are recorded on one stream: cuBLAS keeps memory for each stream it has seen, 32 MiB on a
-    Hopper."""
+    All graphs of a device are recorded on one stream, since cuBLAS keeps memory for each pair of a thread and a stream,
+    32 MiB on a Hopper. So graphs with matrix products share that memory, too, and are all replayed on one stream."""
     graph = torch.cuda.CUDAGraph()
     with _recording, torch.cuda.stream(_recorder(device)):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads continue with their work

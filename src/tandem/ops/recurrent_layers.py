@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import partial, wraps
 from inspect import unwrap
 from typing import Any, NamedTuple
@@ -89,11 +90,7 @@ def engage(module: Any, num_layers: int, trial: Callable[[], Any]) -> str:
 
     `trial` runs the forward with them: each of the model's `num_layers` recurrent layers must get them.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    for layer in (each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)):
-        named = [part for name, part in layer.named_children() if name in _NAMES]
-        parts = [part for part in named if not type(part).__module__.startswith("torch.")]
+    for layer, parts in _layers(module):
         _change(type(layer), _with_sequences)
         for part in parts:
             _change(type(part), _gathering)
@@ -107,6 +104,41 @@ def engage(module: Any, num_layers: int, trial: Callable[[], Any]) -> str:
         return f"{number[0]} of its {num_layers} recurrent layers can compute rows of several sequences"
     setattr(module.base_model, _MARK, True)
     return ""
+
+
+def _layers(module: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Return each decoder layer with its recurrent parts."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in (each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)):
+        named = [part for name, part in layer.named_children() if name in _NAMES]
+        yield layer, [part for part in named if not type(part).__module__.startswith("torch.")]
+
+
+@torch.no_grad()
+def why_padding_enters(module: Any, like: Tensor) -> str:
+    """Return how padding before a sequence, under a mask, changes what a recurrent part computes of it; empty if no
+    part does. A copy in float32 is asked, as 16 bits hide a small change; kernels without float32 are asked as they
+    are. `like`: a tensor with the model's type and device."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_2TH = torch.randn(2, 12, module.config.get_text_config().hidden_size, generator=generator).to(like.device)
+    for part in {type(part): part for _, parts in _layers(module) for part in parts}.values():
+        try:
+            off, most = _padding_taken_in(deepcopy(part).float(), hidden_2TH), 1e-4
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - of a kernel
+            off, most = _padding_taken_in(part, hidden_2TH.to(like.dtype)), 2e-2
+        if not off <= most:
+            return f"{type(part).__name__} takes in what is before a prompt ({off:.1g} of the norm)"
+    return ""
+
+
+def _padding_taken_in(part: Any, hidden_2TH: Tensor) -> float:
+    """Return how far the second row is off for its padding, of its norm."""
+    real_2T = torch.arange(hidden_2TH.shape[1], device=hidden_2TH.device) >= hidden_2TH.new_tensor([[0], [7]])
+    padded_TH, alone_TH = part(hidden_2TH, attention_mask=real_2T)[1, 7:], part(hidden_2TH[1:, 7:])[0]
+    return float((padded_TH - alone_TH).norm() / alone_TH.norm())
 
 
 def sequences_of(packed: PackedRows, num_positions: int, *, is_flat: bool) -> Sequences:

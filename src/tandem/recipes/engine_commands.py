@@ -9,6 +9,7 @@ template.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import tempfile
@@ -97,7 +98,8 @@ def check_engine(
     `model`: check that it computes this one as the trainer does; a directory, a GGUF file or an id of the hub.
     `bridges`: of the model's versions; by default the one that a run takes on this device. `dtype`: of its weights;
     auto is bfloat16 on a GPU, else float32. `options`: further fields of the spec's [engine] table for such a check.
-    `targets`: of its adapters, where a bridge carries those; by default all linear layers but stacked experts."""
+    `targets`: of its adapters, where a bridge carries those; by default all linear layers, or those of the attention
+    where a model has stacked experts."""
     python, picked = str(python or standalone_engines.default_python()), _picked(device)
     if odd := sorted(set(bridges) - set(CHECKED_BRIDGES)):
         raise SpecError(f"--bridge = '{odd[0]}': there are {', '.join(CHECKED_BRIDGES)}")
@@ -218,14 +220,17 @@ def _request_checks(
 
 
 def _built(spec: RlSpec) -> tuple[RlSpec, BuiltModel, list[OneCheck]]:
-    """Build the model. Adapters on stacked experts, which no engine in another process serves, are left out."""
+    """Build the model. Where all-linear would adapt stacked experts, which no engine in another process serves, the
+    attention alone has adapters."""
     model = built_model.model(spec.model, spec.precision, spec.seed, built_model.settle_torch(spec))
     lora = spec.model.lora
     linear = run_engines.targets_beside_experts(model) if lora and lora.targets == "all-linear" else []
     if not linear:
         return spec, model, []
-    spec = cast("RlSpec", with_values(spec, {"model.lora.targets": linear}))
-    model = built_model.model(spec.model, spec.precision, spec.seed, model.device)
+    spec, device = cast("RlSpec", with_values(spec, {"model.lora.targets": linear})), model.device
+    del model  # before it is built again
+    gc.collect()
+    model = built_model.model(spec.model, spec.precision, spec.seed, device)
     why = f"no vLLM serves them; checked with model.lora.targets = {json.dumps(linear)}"
     return spec, model, [OneCheck("adapters on stacked experts", "not here", why)]
 

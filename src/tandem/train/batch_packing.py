@@ -114,7 +114,7 @@ def make_batch(
     parts = _split(rows, micro_tokens)
     if multiple > 1:
         parts = _split_in_multiples(rows, micro_tokens, len(parts), multiple)
-    metrics["tokens/largest_micro"] = float(max((sum(row.length for row in part) for part in parts), default=0))
+    metrics["tokens/fullest_micro"] = float(max((sum(row.length for row in part) for part in parts), default=0))
     micro = [_to_tensors(part, device) for part in parts]
     tasks = [trajectory.task_id for group in groups for trajectory in group]
     measured = [_to_tensors(part, device) for part in _split(_pack(mismatched), micro_tokens)]

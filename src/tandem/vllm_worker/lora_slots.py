@@ -238,11 +238,12 @@ class LoraSlots:
             self._checked = list(tensors.values()), (list(tensors), dict(config))
 
     def _check_known(self, owners: Set[str]) -> None:
+        """Raise SyncError if one of these layers is none that vLLM can adapt."""
         odd = sorted(owners - self._slices.keys())
         if not odd:
             return
         named, others = ({owner.rpartition(".")[2] for owner in each} for each in (odd, owners - set(odd)))
-        more = f", nor are {len(odd) - 1} more" if len(odd) > 1 else ""
+        more = f" ({len(odd)} such layers)" if len(odd) > 1 else ""
         fit = sorted(others - named)
         way_out = f"set model.lora.targets = {json.dumps(fit)}" if fit else "name others in model.lora.targets"
         raise SyncError(f"adapters: '{odd[0]}' is no layer that this engine can adapt{more}; {way_out}")

@@ -1,11 +1,12 @@
 """How large the embedded engine's cache may become, and whether a hybrid's states can be kept in it.
 
-Shapes: T positions, H hidden.
+Shapes: S rows, T positions, H hidden.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from tandem.engine.hf.kv_cache import KvCache
 from tandem.engine.hf.prefill_batch import hidden_of_ends
 from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
 from tandem.errors import SpecError
-from tandem.ops import attention_masks, option_report
+from tandem.ops import attention_masks, option_report, recurrent_layers
 from tandem.ops.byte_sizes import position_bytes
 from tandem.ops.lm_head import Head
 
@@ -81,12 +82,13 @@ def cache_room(head: Head, kv_gib: float, max_running: int, like: Tensor) -> Cac
 
 @torch.no_grad()
 def try_states(head: Head, layers: int, like: Tensor) -> tuple[int, str]:
-    """Return the bytes of one row's states, and why prompts of two lengths cannot be computed together. Compare two
+    """Return the bytes of one row's states, and why prompts of different lengths cannot be computed together. Compare
     prompts and a step after each with whole passes: together, padded on the left, and if that fails each alone."""
-    cache = KvCache(layers, 2**16, RecurrentCacheLayer, max_rows=2)
-    if why_apart := _why_not(head, cache, like, together=True):
-        cache = KvCache(layers, 2**16, RecurrentCacheLayer, max_rows=2)
-        if why := _why_not(head, cache, like, together=False):
+    trial = partial(_why_not, head, layers, like)
+    cache, why_apart = trial(together=True)
+    if why_apart:
+        cache, why = trial(together=False)
+        if why:
             raise SpecError(
                 f"model: {head.config.get_text_config().model_type} has recurrent layers that the embedded engine "
                 f"cannot compute step by step: {why}; {attention_masks.WAY_OUT}"
@@ -94,39 +96,44 @@ def try_states(head: Head, layers: int, like: Tensor) -> tuple[int, str]:
     return sum(layer.state_bytes() for layer in cache.layers if isinstance(layer, RecurrentCacheLayer)), why_apart
 
 
-def _why_not(head: Head, cache: KvCache, like: Tensor, *, together: bool) -> str:
-    config, device = head.config, like.device
-    ids_2T = (torch.arange(2 * 9, device=device).view(2, 9) * 7 + 1) % head.num_ids
+def _why_not(head: Head, layers: int, like: Tensor, *, together: bool) -> tuple[KvCache, str]:
+    config, device, ends = head.config, like.device, (8, 5, 3)
+    cache = KvCache(layers, 2**16, RecurrentCacheLayer, max_rows=3)
+    ids_3T = (torch.arange(3 * 9, device=device).view(3, 9) * 7 + 1) % head.num_ids
     positions_T = torch.arange(9, device=device)
-    rows_2, ends_2 = positions_T[:2], torch.tensor([8, 5], device=device)
+    rows_3, ends_3 = positions_T[:3], torch.tensor(ends, device=device)
     try:
-        whole_2TH = head.hidden(ids_2T, positions_T.expand(2, -1), attention_masks.of_prompts(config, positions_T))
+        if together and (why := recurrent_layers.why_padding_enters(head.body, like)):
+            return cache, why
+        whole_3TH = head.hidden(ids_3T, positions_T.expand(3, -1), attention_masks.of_prompts(config, positions_T))
         if together:
-            cache.targets, cache.copies, cache.view = slice(2), rows_2, 8
-            own_2T = (positions_T[:8] + ends_2[:, None]) % 8
-            hidden_of_ends(head, cache, ids_2T[:, :8].gather(1, own_2T), ends_2)
+            cache.targets, cache.copies, cache.view = slice(3), rows_3, 8
+            padded_3T = (positions_T[:8] + ends_3[:, None]) % 8
+            hidden_of_ends(head, cache, ids_3T[:, :8].gather(1, padded_3T), ends_3)
         else:
-            for number, length in enumerate((8, 5)):
-                cache.targets, cache.copies, cache.view = slice(number, number + 1), rows_2[:1], length
+            for number, length in enumerate(ends):
+                cache.targets, cache.copies, cache.view = slice(number, number + 1), rows_3[:1], length
                 before_T = positions_T[:length]
                 mask = attention_masks.of_prompts(config, before_T)
-                head.hidden(ids_2T[number : number + 1, :length], before_T[None], mask, cache)
-        cache.num_rows, cache.copies, cache.positions, cache.view = 2, None, ends_2, 9
-        query_2111 = ends_2[:, None, None, None]
-        mask = attention_masks.for_model(config, positions_T <= query_2111, query_2111, positions_T)
-        found_21H = head.hidden(ids_2T[rows_2, ends_2][:, None], ends_2[:, None], mask, cache)
+                head.hidden(ids_3T[number : number + 1, :length], before_T[None], mask, cache)
+        cache.num_rows, cache.copies, cache.positions, cache.view = 3, None, ends_3, 9
+        query_3111 = ends_3[:, None, None, None]
+        mask = attention_masks.for_model(config, positions_T <= query_3111, query_3111, positions_T)
+        found_31H = head.hidden(ids_3T[rows_3, ends_3][:, None], ends_3[:, None], mask, cache)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a model's own code runs here
-        return first_line(error)
+        return cache, first_line(error)
     if not cache.states():
-        return "they leave no state"
-    return _why_far(found_21H[:, 0].float(), whole_2TH[rows_2, ends_2].float(), exact=like.dtype == torch.float32)
+        return cache, "they leave no state"
+    found_3H, expected_3H = found_31H[:, 0].float(), whole_3TH[rows_3, ends_3].float()
+    padded = slice(1, None) if together else slice(None)
+    return cache, _why_far(found_3H[padded], expected_3H[padded], exact=like.dtype == torch.float32)
 
 
-def _why_far(found_2H: Tensor, expected_2H: Tensor, *, exact: bool) -> str:
-    """In 16 bits the nearer row decides: rounding may send a token of the other one to another expert. What is not
+def _why_far(found_SH: Tensor, expected_SH: Tensor, *, exact: bool) -> str:
+    """In 16 bits the nearest row decides: rounding may send a token of another one to another expert. What is not
     finite is refused when it answers a request."""
-    off_2 = (found_2H - expected_2H).norm(dim=1) / expected_2H.norm(dim=1).clamp_min(1e-12)
-    off, most = (float(off_2.max()), _NEAR_EXACT) if exact else (float(off_2.min()), _NEAR)
+    off_S = (found_SH - expected_SH).norm(dim=1) / expected_SH.norm(dim=1).clamp_min(1e-12)
+    off, most = (float(off_S.max()), _NEAR_EXACT) if exact else (float(off_S.min()), _NEAR)
     return f"steps give another result than the whole text ({off:.3f} of the norm)" if off > most else ""

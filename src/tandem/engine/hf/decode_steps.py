@@ -1,7 +1,7 @@
 """Decode steps of the embedded engine: with masks, or without, and then on a GPU as CUDA graphs.
 
 There is a graph for each number of rows: live rows are filled up to the next number with dead ones, whose place in the
-cache nothing reads before a prefill has written it.
+cache nothing but themselves reads before a prefill has written it.
 
 Shapes: S rows, V vocabulary.
 """

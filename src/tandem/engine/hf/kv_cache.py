@@ -102,7 +102,7 @@ class KvCache(Cache):
         self.targets: slice | Tensor = slice(0)
         """In prefill: the new rows. A graph finds them in a tensor."""
         self.own_PT: Tensor | None = None
-        """In prefill, where prompts are padded on the left: the place of each position of a prompt."""
+        """In prefill, where prompts are padded on the left: the index of each of their positions in the padded row."""
         super().__init__(layers=[kind(self) for _ in range(num_layers)])
 
     def reserve(self, rows: int, length: int) -> None:

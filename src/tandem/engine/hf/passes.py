@@ -9,21 +9,24 @@ Shapes: S rows, V vocabulary, T positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem.engine.hf.admission_queue import QueuedRequest
+from tandem.engine.hf.admission_queue import Begun, QueuedRequest
 from tandem.engine.hf.cache_room import CacheRoom
 from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
 from tandem.engine.hf.mixed_adapters import MixedAdapters
 from tandem.engine.hf.prefill_batch import PrefillBatch
 from tandem.engine.hf.prompt_graphs import PromptGraphs
 from tandem.engine.hf.row_state import RowState
-from tandem.ops import attention_masks, option_report
+from tandem.ops import attention_masks
 from tandem.ops.lm_head import Head
+
+_AS_A_PASS = {"cpu": 32}
+"""Positions of padding that take as long as another pass. On an H200 a pass of 0.2B is launched for as long as 8,000
+positions take, and one of a larger model for fewer; elsewhere than on a CPU it is 512."""
 
 
 class Passes:
@@ -39,20 +42,18 @@ class Passes:
         self.steps: DecodeSteps | None = None
         """Decode steps without masks; None: `eager`."""
         self.prompts: PromptGraphs | None = None
-        """Prompts that come alone; None: `eager`, or a hybrid."""
+        """Prompts that come alone; None: `eager`."""
         if not eager:
             self.steps = DecodeSteps(module, head, self.cache, self.state, room.cache(layers))
-        if not eager and not room.has_states:
-            self.prompts = PromptGraphs(head, self.cache, self.state, layers=layers, most_positions=most_positions)
+            self.prompts = PromptGraphs(
+                head, self.cache, self.state, room, layers=layers, most_positions=most_positions
+            )
 
     @property
     def report(self) -> dict[str, Any]:
         """Of each option, whether it is engaged."""
-        if self.steps is None:
-            return self._room.report
-        padded = option_report.requested("graphs", "recurrent layers would read the padding of a prompt")
-        alone = self.prompts.report if self.prompts else padded
-        return {"graphs": self.steps.report, "prompt_graphs": alone, **self._room.report}
+        passes = {"graphs": self.steps, "prompt_graphs": self.prompts}
+        return {name: each.report for name, each in passes.items() if each} | self._room.report
 
     def weights_at(self, addresses: Sequence[int]) -> None:
         """The weights of the next passes are there."""
@@ -72,13 +73,21 @@ class Passes:
             self.cache.reserve(first + 1, alone)
             logits_SV = self._alone(wave[0], width)
         else:
-            apart = bool(self._room.why_apart)
-            wave.sort(key=lambda request: (apart * request.length, self.adapters.place(request.adapter)))
+            groups = self._groups(wave)
+            wave[:] = [request for group in groups for request in group]
             self.cache.reserve(first + len(wave), max(*(request.length + 1 for request in wave), longest))
-            found = [self._together([*same]) for _, same in groupby(wave, key=lambda request: apart * request.length)]
+            found = [self._together(group) for group in groups]
             logits_SV = found[0] if len(found) == 1 else torch.cat(found)
         self.cache.num_rows = first + len(wave)
         return logits_SV
+
+    def _groups(self, wave: Sequence[QueuedRequest]) -> list[list[QueuedRequest]]:
+        """Return which requests share a pass: all, or of a hybrid, whose padding is computed, those of near lengths."""
+        groups = [[*wave]]
+        if self._room.has_states:
+            most = 0 if self._room.why_apart else _AS_A_PASS.get(self._device.type, 512)
+            groups = near_lengths(sorted(wave, key=lambda request: request.length), most)
+        return [sorted(group, key=lambda request: self.adapters.place(request.adapter)) for group in groups]
 
     def _together(self, wave: list[QueuedRequest]) -> Tensor:
         batch = PrefillBatch(wave, self._device, end_together=self._room.has_states)
@@ -129,6 +138,19 @@ class Passes:
             self.state.move(source_S, target_S)
             self.cache.move(source_S, target_S)
         self.cache.num_rows = left
+
+
+def near_lengths(requests: Sequence[QueuedRequest], most_padding: int) -> list[list[QueuedRequest]]:
+    """Cut requests, the shortest first, where one more length would pad those before it by more than so many
+    positions."""
+    groups, prompts = list[list[QueuedRequest]](), set[Begun]()
+    for request in requests:
+        if not groups or (request.length - groups[-1][-1].length) * len(prompts) > most_padding:
+            groups.append([])
+            prompts.clear()
+        groups[-1].append(request)
+        prompts.add(request.begun)  # equal ones are computed once
+    return groups
 
 
 def _longest(running: Sequence[QueuedRequest]) -> int:

@@ -1,7 +1,8 @@
 """The prefill of one prompt as a CUDA graph, so that the first token of a request that comes alone is one launch.
 
 A prompt is filled up on its right to one of a few widths. No real token attends to the padding, and decoding overwrites
-its positions before it reads them. The row, the length and the ids are read from one tensor that stays.
+its positions before it reads them. A hybrid's is filled up on its left, under a mask. The row, the length and the ids
+are read from one tensor that stays.
 
 Shapes: V vocabulary, T positions, W the width.
 """
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.hf.admission_queue import QueuedRequest
+from tandem.engine.hf.cache_room import CacheRoom
 from tandem.engine.hf.graphs_by_kind import GraphsByKind, PassKind, first_line
 from tandem.engine.hf.kv_cache import KvCache
+from tandem.engine.hf.prefill_batch import hidden_of_ends
 from tandem.engine.hf.row_state import RowState
 from tandem.ops import attention_masks, option_report
 from tandem.ops.lm_head import Head
@@ -28,15 +31,19 @@ _TOLD = 3  # numbers before the ids: the row, the length, and 0 for the shift of
 
 
 class PromptGraphs:
-    def __init__(self, head: Head, cache: KvCache, state: RowState, *, layers: int, most_positions: int) -> None:
-        """`most_positions`: that the model has numbers for, padding included."""
+    def __init__(
+        self, head: Head, cache: KvCache, state: RowState, room: CacheRoom, *, layers: int, most_positions: int
+    ) -> None:
+        """`room`: of the cache. `most_positions`: that the model has numbers for, padding included."""
         self._head, self._cache, self._state, self._most = head, cache, state, most_positions
         device = state.last_S.device
         self._told = torch.zeros(_TOLD + WIDTHS[-1], dtype=torch.long, device=device)
         self._copies_1 = torch.zeros(1, dtype=torch.long, device=device)
         self.graphs = GraphsByKind("prefills of one prompt", cache, device, most_rows=1)
+        self._end_together = room.has_states
+        self.graphs.why_not = self.graphs.why_not or room.why_apart
         if not self.graphs.why_not:
-            self._try(layers)
+            self._try(room.cache(layers))
 
     @property
     def report(self) -> dict[str, Any]:
@@ -59,27 +66,31 @@ class PromptGraphs:
         return logits_1V
 
     def _tell(self, row: int, ids: list[int], width: int) -> None:
-        told = torch.tensor([row, len(ids), 0, *ids, *[0] * (width - len(ids))])
+        padding = [0] * (width - len(ids))
+        told = torch.tensor([row, len(ids), 0, *([*padding, *ids] if self._end_together else [*ids, *padding])])
         self._told[: len(told)].copy_(told)
 
     def _launched(self, width: int, cache: KvCache) -> Tensor:
         row_1, length_1, ids_1W = self._told[:1], self._told[1:2], self._told[None, _TOLD : _TOLD + width]
         cache.targets, cache.copies, cache.view = row_1, self._copies_1, width
+        if self._end_together:
+            return self._head.logits(hidden_of_ends(self._head, cache, ids_1W, length_1))
         positions_W = torch.arange(width, device=ids_1W.device)
         mask = attention_masks.of_prompts(self._head.config, positions_W)
         hidden_1WH = self._head.hidden(ids_1W, positions_W[None], mask, cache)
         return self._head.logits(hidden_1WH[0].index_select(0, length_1 - 1))
 
     @torch.no_grad()
-    def _try(self, layers: int) -> None:
+    def _try(self, cache: KvCache) -> None:
         """Compare a prompt that is a graph with one that is launched, without padding."""
-        head, cache, width, length = self._head, KvCache(layers, 2**20), WIDTHS[0], WIDTHS[0] - 3
+        head, width, length = self._head, WIDTHS[0], WIDTHS[0] - 3
         ids = [(7 * place + 1) % head.num_ids for place in range(length)]
         self._tell(0, ids, width)
         try:
             positions_T = torch.arange(length, device=self._told.device)
             mask = attention_masks.of_prompts(head.config, positions_T)
-            hidden_1TH = head.hidden(self._told[None, _TOLD : _TOLD + length], positions_T[None], mask)
+            first = _TOLD + self._end_together * (width - length)
+            hidden_1TH = head.hidden(self._told[None, first : first + length], positions_T[None], mask)
             found_1V = self._launched(width, cache)
             self.graphs.try_out(partial(self._launched, width, cache), found_1V, head.logits(hidden_1TH[0, -1:]))
         except Exception as error:  # noqa: BLE001 - the plain way is there for what a model's code may raise
