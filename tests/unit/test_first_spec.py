@@ -154,6 +154,7 @@ def test_options_answer_all_questions_and_a_missing_one_is_named_without_a_termi
     done = CliRunner().invoke(app, [*given, "--gpu", "24"])
     assert done.exit_code == 0, done.output
     assert f"  tandem train {out}" in done.stdout
+    assert f"  tandem plan {out} --memory-gib 24 " in done.stdout
     assert isinstance(load_spec(out), RlSpec)
     on_cpu = CliRunner().invoke(app, [*given[:-1], str(tmp_path / "cpu.toml"), "--gpu", "none"])
     assert f"  tandem plan {tmp_path / 'cpu.toml'} --gpu cpu " in on_cpu.stdout

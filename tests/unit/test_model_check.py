@@ -160,7 +160,11 @@ def test_an_adapter_is_checked_on_its_base(tiny: Path, adapter: Path):
 @pytest.mark.parametrize(
     ("base", "why"),
     [
-        ("", "names no base; write base_model_name_or_path: a model's directory, or a hub id"),
+        (
+            "",
+            "names no base; write base_model_name_or_path: a model's directory, or a hub id "
+            "(`tandem export --base ID` does)",
+        ),
         ("/not/here", "model.path = '/not/here': there is no such directory"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 
 from tandem.algo.policy_gradient import has_signal
 from tandem.env.expected import Expected
+from tandem.obs.claims import answers
 from tandem.rollout.episode import Setting
 from tandem.rollout.no_reward import RewardWatch
 from tandem.rollout.producer import EnvironmentProducer
@@ -229,6 +230,15 @@ def test_the_reason_is_named_with_three_answers(name: str) -> None:
     if kind != "scorer":
         assert text.startswith("nothing to learn from yet: all of the first 32 answers earned ")
         assert text.count("   task ") == 3
+
+
+def test_three_answers_are_shown_of_two_tasks_too() -> None:
+    played = [
+        Trajectory([], [], [], [], task_id=name, messages=[{"role": "assistant", "content": text}], reward=0.0)
+        for name, text in (("a", "one"), ("a", "two"), ("b", "three"), ("b", "four"))
+    ]
+    shown = [line.split()[1:3] for line in answers(played).splitlines()]
+    assert shown == [["a:", '"one":'], ["b:", '"three":'], ["a:", '"two":']]
 
 
 def test_a_run_with_a_signal_says_nothing() -> None:

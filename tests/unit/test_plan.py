@@ -18,6 +18,7 @@ from tandem.build import built_model, training
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.ops import byte_sizes as sizes
+from tandem.recipes import plan_run as recipes_plan_run
 from tandem.runs.planner.calibration import machine, usd_per_hour
 from tandem.runs.planner.model_shape import BYTE_VOCABULARY, read_shape, trained_tensors
 from tandem.runs.planner.plan import Plan, plan_run
@@ -407,6 +408,15 @@ def test_the_command_s_exit_code_says_whether_it_fits():
     assert said["parameters"]["total"] == 1_084_032
     small = CliRunner().invoke(app, ["plan", str(QUICKSTART), "--gpu", "cpu", "--memory-gib", "0.3"])
     assert small.exit_code == 1
+
+
+def test_without_a_gpu_a_plan_says_that_it_is_for_another_machine(monkeypatch):
+    monkeypatch.setattr(recipes_plan_run, "gpus_here", list)
+    told = "there is no GPU here: this is for one h200; `--gpu cpu` plans for this machine"
+    assert told in CliRunner().invoke(app, ["plan", str(QUICKSTART), "--set", 'device="auto"']).stdout.replace(
+        "\n", " "
+    )
+    assert told not in CliRunner().invoke(app, ["plan", str(QUICKSTART), "--gpu", "cpu"]).stdout
 
 
 def test_a_price_table_of_one_s_own_is_taken(tmp_path):

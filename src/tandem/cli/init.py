@@ -41,7 +41,7 @@ def init(
     path = write_first_spec(FirstAnswers(**given, billions=billions, vllm=vllm), out)
     typer.echo(f"wrote {path}\nNext:")
     card = "cpu" if given["gpu"] == "none" else given["gpu"]
-    kind = f" --gpu {card}" if card in {*cards(), "cpu"} else ""
+    kind = f" --gpu {card}" if card in {*cards(), "cpu"} else f" --memory-gib {card}"
     typer.echo(f"  tandem plan {path}{kind}    what it needs")
     if given["goal"] == "rewards" and "preset" not in path.read_text(encoding="utf-8"):
         typer.echo(f"  tandem env check {path}    how often the model is right before it is trained")

@@ -150,9 +150,11 @@ def size(status: Mapping[str, Any]) -> str:
 
 
 def answers(played: Sequence[Trajectory], count: int = 3) -> str:
-    """Return the first answers to different tasks, with their rewards: the model's last turn of each."""
-    by_task = {trajectory.task_id: trajectory for trajectory in reversed(played)}
-    return "\n".join(_answer(by_task[name]) for name in [*dict.fromkeys(t.task_id for t in played)][:count])
+    """Return the first answers to different tasks, and then others, with their rewards: the model's last turn of
+    each."""
+    firsts = dict[str, Trajectory]()
+    others = [each for each in played if firsts.setdefault(each.task_id, each) is not each]
+    return "\n".join(map(_answer, [*firsts.values(), *others][:count]))
 
 
 def _answer(trajectory: Trajectory) -> str:

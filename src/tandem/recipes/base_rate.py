@@ -90,7 +90,7 @@ class BaseRate:
             f"groups with a signal, whose answers earned different rewards: {self.signal:.0%}",
             f"{self.tokens:.0f} tokens an answer, {self.truncated:.0%} cut off; {self.seconds:.1f} s, "
             f"{rate:.1f} answers/s",
-            *([f"three answers:\n{self.shown}"] if self.shown else []),
+            *([f"some answers:\n{self.shown}"] if self.shown else []),
         ]
         if self.passed:
             return "\n".join([*lines, "There is something to learn from."])

@@ -74,7 +74,8 @@ class ModelCheck:
         for name in ("mended", "findings"):
             told: list[str] = getattr(self, name)
             lines += ["", name, *(f"  {each}" for each in told)] if told else []
-        return "\n".join([*lines, "", "no findings" if self.passed else f"{len(self.findings)} findings"])
+        count = len(self.findings)
+        return "\n".join([*lines, "", f"{count or 'no'} finding{'s' * (count != 1)}"])
 
 
 def check_model(
@@ -119,7 +120,10 @@ def _spec(source: str, revision: str) -> tuple[PathModel, str]:
         raise SpecError(f"{file}: cannot be read: {error}; save or download the adapter again") from error
     told: dict[str, Any] = read if isinstance(read, dict) else {}
     if not (base := told.get("base_model_name_or_path")):
-        raise SpecError(f"{file}: names no base; write base_model_name_or_path: a model's directory, or a hub id")
+        raise SpecError(
+            f"{file}: names no base; write base_model_name_or_path: a model's directory, or a hub id "
+            "(`tandem export --base ID` does)"
+        )
     pinned = pinned or ({"revision": named} if (named := told.get("revision")) else {})
     spec = PathModel.model_validate({"path": base, "warm_start": source, **pinned})
     try:
@@ -183,6 +187,8 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     found["model.attention = 'packed'"] = packed_attention.why_not(module) or "yes"
     linears = {type(part).__name__ for part in module.modules()} & {"Linear", "Conv1D"}
     found["model.lora"] = "yes" if linears else "no linear layers"
+    if any(parameter.ndim > 2 and ".experts." in name for name, parameter in module.named_parameters()):
+        found["model.lora"] += "; on the attention alone (model.lora.targets) for engines in other processes"
     found["model.lora.base"] = "int8, nf4" if find_spec("bitsandbytes") else "bitsandbytes is not installed"
     if images:
         found |= dict.fromkeys(("engine server", "model.lora.base"), "no, for it sees images")

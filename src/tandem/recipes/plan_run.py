@@ -62,8 +62,10 @@ def _this_card(spec: RunSpec) -> tuple[str, float, str]:
     """Return the card to plan for where none was named, its GiB if it is here, and a line if its figures are another's.
     Without a GPU here, what the spec says."""
     kind = kind_of(spec)
-    if kind == "cpu" or spec.profile != "auto" or not (here := gpus_here()):
+    if kind == "cpu" or spec.profile != "auto":
         return kind, 0.0, ""
+    if not (here := gpus_here()):
+        return kind, 0.0, f"there is no GPU here: this is for one {kind}; `--gpu cpu` plans for this machine"
     name, gib, _ = here[0]
     return (card, gib, "") if (card := card_named(name)) else (kind, gib, _unknown(name, kind))
 

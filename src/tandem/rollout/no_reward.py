@@ -76,5 +76,5 @@ class RewardWatch:
             )
         earned = f"all of the first {len(played)} answers earned {played[0].reward:g}"
         return (
-            f"nothing to learn from yet: {earned}. Likely {found.kind}: {found.text}. Three of them:\n{answers(played)}"
+            f"nothing to learn from yet: {earned}. Likely {found.kind}: {found.text}. Some of them:\n{answers(played)}"
         )
