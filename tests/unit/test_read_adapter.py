@@ -130,3 +130,11 @@ def test_the_engine_is_told_the_fingerprints_of_what_was_read(tmp_path: Path):
     engine = SimpleNamespace(host_memory=host_memory, host_fingerprints=fingerprints, put_adapter=put_adapter)
     asyncio.run(AdapterTable([], [f"support={tmp_path}"], None).begin(engine))
     assert [each.keys() for each in told] == [{*NAMES}]
+
+
+def test_an_adapter_without_its_run_is_served_beside_a_base_that_is_named(tmp_path: Path):
+    written(tmp_path, torch.float32)
+    with pytest.raises(
+        RunError, match=r"an adapter alone is served beside its base: `tandem serve BASE --adapter NAME="
+    ):
+        served_adapters.base_directory(tmp_path, tmp_path / "base")

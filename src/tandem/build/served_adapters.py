@@ -161,6 +161,10 @@ def base_directory(run_dir: Path, preset_into: Path) -> str:
 
 
 def _base_spec(run_dir: Path) -> tuple[RunSpec, ModelSpec]:
+    if not (run_dir / "spec.toml").is_file():
+        raise RunError(
+            f"{run_dir}: an adapter alone is served beside its base: `tandem serve BASE --adapter NAME={run_dir}`"
+        )
     spec = load_spec(run_dir / "spec.toml")
     lora, start = spec.model.lora, spec.model.warm_start
     if lora is None:
