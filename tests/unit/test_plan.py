@@ -412,7 +412,7 @@ def test_the_command_s_exit_code_says_whether_it_fits():
 
 def test_without_a_gpu_a_plan_says_that_it_is_for_another_machine(monkeypatch):
     monkeypatch.setattr(recipes_plan_run, "gpus_here", list)
-    told = "there is no GPU here: this is for one h200; `--gpu cpu` plans for this machine"
+    told = "this is no plan for this machine, which has no GPU; `--gpu cpu` makes one"
     assert told in CliRunner().invoke(app, ["plan", str(QUICKSTART), "--set", 'device="auto"']).stdout.replace(
         "\n", " "
     )

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.ops.attention_masks import num_recurrent
 from tandem.ops.row_packing import micro_batches
 from tandem.types import PackedRows
 
@@ -118,11 +119,14 @@ def _layers(module: Any) -> Iterator[tuple[Any, list[Any]]]:
 @torch.no_grad()
 def why_padding_enters(module: Any, like: Tensor) -> str:
     """Return how padding before a sequence, under a mask, changes what a recurrent part computes of it; empty if no
-    part does. A copy in float32 is asked, as 16 bits hide a small change; kernels without float32 are asked as they
-    are. `like`: a tensor with the model's type and device."""
-    generator = torch.Generator().manual_seed(0)
-    hidden_2TH = torch.randn(2, 12, module.config.get_text_config().hidden_size, generator=generator).to(like.device)
-    for part in {type(part): part for _, parts in _layers(module) for part in parts}.values():
+    part does. A copy of each in float32 is asked, as 16 bits hide a small change; kernels without float32 are asked as
+    they are. `like`: a tensor with the model's type and device."""
+    config = module.config.get_text_config()
+    hidden_2TH = torch.randn(2, 12, config.hidden_size, generator=torch.Generator().manual_seed(0)).to(like.device)
+    parts = [part for _, parts in _layers(module) for part in parts]
+    if len(parts) < num_recurrent(config):
+        return f"{len(parts)} of its {num_recurrent(config)} recurrent layers can be asked what padding does"
+    for part in parts:
         try:
             off, most = _padding_taken_in(deepcopy(part).float(), hidden_2TH), 1e-4
         except torch.OutOfMemoryError:
@@ -130,7 +134,7 @@ def why_padding_enters(module: Any, like: Tensor) -> str:
         except Exception:  # noqa: BLE001 - of a kernel
             off, most = _padding_taken_in(part, hidden_2TH.to(like.dtype)), 2e-2
         if not off <= most:
-            return f"{type(part).__name__} takes in what is before a prompt ({off:.1g} of the norm)"
+            return f"padding before a prompt changes what {type(part).__name__} computes ({off:.1g} of the norm)"
     return ""
 
 
@@ -138,7 +142,7 @@ def _padding_taken_in(part: Any, hidden_2TH: Tensor) -> float:
     """Return how far the second row is off for its padding, of its norm."""
     real_2T = torch.arange(hidden_2TH.shape[1], device=hidden_2TH.device) >= hidden_2TH.new_tensor([[0], [7]])
     padded_TH, alone_TH = part(hidden_2TH, attention_mask=real_2T)[1, 7:], part(hidden_2TH[1:, 7:])[0]
-    return float((padded_TH - alone_TH).norm() / alone_TH.norm())
+    return float((padded_TH - alone_TH).norm() / alone_TH.norm().clamp_min(1e-12))
 
 
 def sequences_of(packed: PackedRows, num_positions: int, *, is_flat: bool) -> Sequences:

@@ -187,8 +187,6 @@ def _fits(spec: PathModel, model: BuiltModel) -> dict[str, str]:
     found["model.attention = 'packed'"] = packed_attention.why_not(module) or "yes"
     linears = {type(part).__name__ for part in module.modules()} & {"Linear", "Conv1D"}
     found["model.lora"] = "yes" if linears else "no linear layers"
-    if any(parameter.ndim > 2 and ".experts." in name for name, parameter in module.named_parameters()):
-        found["model.lora"] += "; on the attention alone (model.lora.targets) for engines in other processes"
     found["model.lora.base"] = "int8, nf4" if find_spec("bitsandbytes") else "bitsandbytes is not installed"
     if images:
         found |= dict.fromkeys(("engine server", "model.lora.base"), "no, for it sees images")

@@ -65,7 +65,7 @@ def _this_card(spec: RunSpec) -> tuple[str, float, str]:
     if kind == "cpu" or spec.profile != "auto":
         return kind, 0.0, ""
     if not (here := gpus_here()):
-        return kind, 0.0, f"there is no GPU here: this is for one {kind}; `--gpu cpu` plans for this machine"
+        return kind, 0.0, "this is no plan for this machine, which has no GPU; `--gpu cpu` makes one"
     name, gib, _ = here[0]
     return (card, gib, "") if (card := card_named(name)) else (kind, gib, _unknown(name, kind))
 

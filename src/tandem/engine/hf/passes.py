@@ -25,8 +25,8 @@ from tandem.ops import attention_masks
 from tandem.ops.lm_head import Head
 
 _AS_A_PASS = {"cpu": 32}
-"""Positions of padding that take as long as another pass. On an H200 a pass of 0.2B is launched for as long as 8,000
-positions take, and one of a larger model for fewer; elsewhere than on a CPU it is 512."""
+"""Positions of padding that take as long as another pass; 512 on a GPU. On an H200 they are 8,000 for a model of 0.2B,
+as a pass is hundreds of launches, and fewer the larger a model is."""
 
 
 class Passes:
