@@ -6,6 +6,7 @@ import tomllib
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,3 +175,15 @@ def test_in_a_terminal_it_asks_for_what_is_missing(tmp_path: Path, monkeypatch: 
     init(model="tiny", task="sort", out=tmp_path / "first.toml")
     assert asked == ["What for", "Which GPU"]
     assert isinstance(load_spec(tmp_path / "first.toml"), RlSpec)
+
+
+def test_a_wrong_answer_is_asked_again_at_once(tmp_path: Path) -> None:
+    typed = "learn\nimitate\n25\nnone\n"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("tandem.cli.init.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+        out = tmp_path / "first.toml"
+        told = CliRunner().invoke(app, ["init", "--model", "tiny", "--task", "rows.jsonl", "--out", str(out)], typed)
+    assert told.exit_code == 0, told.output
+    assert "'learn': choose rewards, imitate, prefer\n" in told.stderr
+    assert "'25': choose none, 8, " in told.stderr
+    assert load_spec(out).recipe == "sft"

@@ -27,7 +27,7 @@ def init(
 ) -> None:
     """Write a first spec: asks for goal, model, task and GPU, or takes them as options."""
     from tandem.errors import SpecError
-    from tandem.runs.first_spec import FirstAnswers, questions, write_first_spec
+    from tandem.runs.first_spec import FirstAnswers, choices, questions, write_first_spec
     from tandem.runs.planner.calibration import cards
 
     given: dict[str, Any] = {"goal": goal, "model": model, "task": task, "gpu": gpu}
@@ -36,7 +36,12 @@ def init(
             continue
         if not sys.stdin.isatty():
             raise SpecError(f"--{field}: is missing, and there is no terminal to ask in; {question}")
-        given[field] = typer.prompt(question, default=default)
+        while not given[field]:
+            told, known = typer.prompt(question, default=default), choices(field)
+            if known and told not in known:
+                typer.echo(f"'{told}': choose {', '.join(known)}", err=True)
+            else:
+                given[field] = told
     vllm = (Path(".tandem") / "vllm" / "bin" / "python").exists()
     path = write_first_spec(FirstAnswers(**given, billions=billions, vllm=vllm), out)
     typer.echo(f"wrote {path}\nNext:")

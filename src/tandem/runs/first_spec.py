@@ -296,6 +296,11 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def choices(field: str) -> list[str]:
+    """Return the answers that a question takes; empty if it takes any."""
+    return {"goal": list(get_args(Goal)), "gpu": list(gpus())}.get(field, [])
+
+
 def questions() -> list[tuple[str, str, str]]:
     """Return the field, the question and the default of each question, in their order."""
     known: Any = ", ".join(_BUILT_IN)
