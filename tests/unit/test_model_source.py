@@ -106,6 +106,8 @@ def test_without_a_network_a_hub_id_is_refused_at_once(monkeypatch: pytest.Monke
     with Stopwatch() as watch, pytest.raises(SpecError, match="the hub does not answer: "):
         refuse_no_model("nobody/nothing")
     assert watch.seconds < 5
+    with pytest.raises(SpecError, match=r"the hub does not answer: .* \(asked for revision 'v2'\)"):
+        refuse_no_model("nobody/nothing", "v2")
 
 
 SPEC = {

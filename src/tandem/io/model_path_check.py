@@ -143,4 +143,5 @@ def _ask_hub(source: str, revision: str, field: str) -> None:
         ) from error
     except Exception as error:  # the HTTP client's errors differ between versions of the hub's library
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SpecError(f"{field} = '{source}': {here}, and the hub does not answer: {why}") from error
+        asked = "" if revision == "main" else f" (asked for revision '{revision}')"
+        raise SpecError(f"{field} = '{source}': {here}, and the hub does not answer: {why}{asked}") from error
