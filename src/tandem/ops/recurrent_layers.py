@@ -128,7 +128,8 @@ def why_padding_enters(module: Any, like: Tensor) -> str:
         return f"{len(parts)} of its {num_recurrent(config)} recurrent layers can be asked what padding does"
     for part in parts:
         try:
-            off, most = _padding_taken_in(deepcopy(part).float(), hidden_2TH), 1e-4
+            exact = part if like.dtype == torch.float32 else deepcopy(part).float()
+            off, most = _padding_taken_in(exact, hidden_2TH), 1e-4
         except torch.OutOfMemoryError:
             raise
         except Exception:  # noqa: BLE001 - of a kernel
