@@ -1,9 +1,10 @@
 """Engines that are killed and join again under load: `python benchmarks/gpu/engine_kills.py --shape qwen3-0.6b`.
 
-`tandem train` (GRPO, `broadcast`) with one trainer and `--engines` engines, each on a GPU of its own. At random
-instants one engine gets SIGKILL: its `tandem engine serve`, or a process of vLLM below it. The next kill comes when the
-engine has joined: when the ledger has a proof of a version that names its new boot id, and the others'. `--pause-s`
-spreads the requests of a step, so that engines are never idle for long; after the last kill nothing pauses.
+`tandem train` (GRPO) with one trainer and `--engines` engines, each on a GPU of its own. With `--bridge disk` they
+may share one GPU, which `--gpus` names; NCCL allows no two processes on one. At random instants one engine gets
+SIGKILL: its `tandem engine serve`, or a process of vLLM below it. The next kill comes when the engine has joined: when
+the ledger has a proof of a version that names its new boot id, and the others'. `--pause-s` spreads the requests of a
+step, so that engines are never idle for long; after the last kill nothing pauses.
 
 What must be, of what the run left behind:
 
@@ -66,13 +67,14 @@ def spec_of(asked: argparse.Namespace, until: Path) -> dict[str, Any]:
     }  # fmt: skip
     if asked.engine == "vllm":
         engine |= {"python": asked.python, "memory_share": asked.memory_share, "eager": asked.eager}
-        engine["gpus"] = list(range(1, asked.engines + 1))
+        if torch.cuda.is_available():
+            engine["gpus"] = asked.gpus or list(range(1, asked.engines + 1))
     spec: dict[str, Any] = {
         "recipe": "rl", "name": "engine-kills", "deterministic": False, "seed": SEED,
         "model": {"preset": "tiny"} if tiny else {"path": str(checkpoint_of(asked)), "attention": "packed"},
         "environment": {"name": str(here.with_name("vowels.py"))}, "engine": engine,
         "callbacks": [str(here.with_name("served_by.py")) + ":ServedBy"],
-        "sync": {"bridge": "broadcast", "deadline_s": asked.deadline_s},
+        "sync": {"bridge": asked.bridge, "deadline_s": asked.deadline_s},
         "train": {
             "steps": asked.steps, "lr": asked.lr, "groups_per_step": asked.groups, "group_size": SIZE,
             "max_tokens": asked.tokens, "max_lag": asked.max_lag, "replace_equal_groups": 0, "max_logprob_gap": 0.3,
@@ -273,6 +275,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if gpu else "cpu", help="that makes it")
     parser.add_argument("--engine", default="vllm" if gpu else "server", choices=["vllm", "server"])
     parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--gpus", type=int, nargs="+", help="of the engines; one for all of them, or one for each")
+    parser.add_argument("--bridge", default="broadcast", choices=["broadcast", "disk"])
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0, help="of the instants and the engines")
     parser.add_argument("--apart-s", type=float, default=8.0, help="the most between an engine that joined and a kill")

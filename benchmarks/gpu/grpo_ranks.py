@@ -2,9 +2,10 @@
 
 `tandem train` on a random checkpoint of the shape: `--ranks` GPUs train, the next `--replicas` x `--tensor-parallel`
 serve through vLLM, and `broadcast` carries every version from all ranks to all engines. With `--bridge shared` the
-ranks train in the memory of as many tensor-parallel workers, on the same GPUs. Each `--lag` is a run of its own. Of the
-run's own metrics and ledger, medians after WARM steps: the step and its parts, how long requests waited for a version
-and how long it took in all, without the canary. Details go to $OUT.
+ranks train in the memory of as many tensor-parallel workers, on the same GPUs; with `--bridge disk` engines may be
+anywhere, also on the ranks' GPUs (`--gpus`). Each `--lag` is a run of its own. Of the run's own metrics and ledger,
+medians after WARM steps: the step and its parts, how long requests waited for a version and how long it took in all,
+without the canary. Details go to $OUT.
 
 `--task chain_sum` (or another of real_tasks.py) with `--checkpoint` of a pretrained model: the reward of each step then
 says whether it learns.
@@ -49,7 +50,7 @@ def spec_of(asked: argparse.Namespace, checkpoint: Path, lag: int) -> dict[str, 
         "precision": {"weights": "bfloat16", "master": asked.master},
         "parallel": {"ranks": asked.ranks, "deadline_s": 240.0}, "environment": environment,
         "engine": {
-            "kind": "vllm", "python": asked.python, "gpus": list(range(first, first + engines)),
+            "kind": "vllm", "python": asked.python, "gpus": asked.gpus or list(range(first, first + engines)),
             "replicas": asked.replicas, "tensor_parallel": asked.tensor_parallel, "eager": asked.eager,
             "memory_share": asked.memory_share, "max_context": asked.tokens + 512,
             "max_running": asked.group_size * asked.groups,
@@ -117,7 +118,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--bridge", default="broadcast", choices=["broadcast", "shared"])
+    parser.add_argument("--bridge", default="broadcast", choices=["broadcast", "shared", "disk"])
+    parser.add_argument("--gpus", type=int, nargs="+", help="of the engines, one after the other")
     parser.add_argument("--task", default="", choices=["", *KINDS])
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--tokens", type=int, default=256)

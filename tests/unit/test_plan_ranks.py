@@ -344,6 +344,27 @@ def in_engine(home: Path, ranks: int) -> Any:
     )  # fmt: skip
 
 
+def test_an_engine_is_counted_beside_each_rank_whose_gpu_it_has(tmp_path):
+    """Also where its GPUs are named, and each GPU is paid for once."""
+    spec, h200 = in_engine(tmp_path, 2), machine("h200")
+
+    def planned(**engine: Any) -> Any:
+        bridge = "shared" if len(engine["gpus"]) == engine.get("tensor_parallel", 2) == 2 else "disk"
+        tables = {**spec.model_dump(mode="json"), "sync": {"bridge": bridge}}
+        return plan_run(parse_spec({**tables, "engine": {**tables["engine"], "sleep": "keep", **engine}}), gpu="h200")
+
+    unnamed, named = plan_run(spec, gpu="h200"), planned(gpus=[0, 1])
+    assert named.ranks_gib == unnamed.ranks_gib
+    assert named.usd == unnamed.usd
+    beside = planned(gpus=[1], tensor_parallel=1, replicas=3, memory_share=0.1)
+    first, second = beside.ranks_gib
+    assert second - first == pytest.approx(3 * (0.1 * h200.memory_gib + h200.asleep_gib), rel=0.02)
+    assert beside.peak_gib == max(first, second)
+    apart = planned(gpus=[1, 2, 3], tensor_parallel=1, replicas=3, memory_share=0.1)
+    assert apart.ranks_gib[1] - apart.ranks_gib[0] == pytest.approx(0.1 * h200.memory_gib + h200.asleep_gib, rel=0.02)
+    assert apart.usd / apart.times.steps_s == pytest.approx(2 * beside.usd / beside.times.steps_s)
+
+
 def test_ranks_in_the_memory_of_workers_have_one_beside_each_of_them(tmp_path):
     spec = in_engine(tmp_path, 2)
     plan = plan_run(spec, gpu="h200")

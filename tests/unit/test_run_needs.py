@@ -48,6 +48,8 @@ def test_ranks_and_engines_on_gpus_of_their_own_are_counted() -> None:
     assert asked(8, parallel={"ranks": 4}, **SERVER).gpus == 4
     assert asked(8, parallel={"ranks": 4, "hosts": 2}, **SERVER) == Need(gpus=2, cpus=8, hosts=2)
     assert asked(8, device="cuda", **VLLM).gpus == 3
+    split = {"engine": {"kind": "vllm", "tensor_parallel": 2}, "sync": {"bridge": "disk"}}
+    assert asked(8, device="cuda", **split).gpus == 2
 
 
 def test_a_server_of_its_model_takes_one_gpu_however_many_trained_it() -> None:

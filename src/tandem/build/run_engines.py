@@ -166,7 +166,7 @@ def sleeps(spec: RlSpec, device: str) -> bool:
     engine = spec.engine
     if not isinstance(engine, VllmEngineSpec) or engine.sleep != "auto":
         return isinstance(engine, VllmEngineSpec) and engine.sleep == "free"
-    on_one_gpu = device == "cuda" and not engine.url and (not engine.gpus or 0 in engine.gpus)
+    on_one_gpu = device == "cuda" and any(map(engine.engines_on, range(spec.parallel.row_shards)))
     return on_one_gpu and not spec.sync.traits.shares_memory and spec.train.max_lag == 0
 
 

@@ -33,7 +33,6 @@ async def need_of(spec_toml: str, provider: Provider, *, serves: bool = False) -
 
 
 def num_gpus(spec: RunSpec) -> int:
-    """Return how many GPUs of each host the run uses: one for each rank there, and those that `engine.gpus` numbers."""
-    engine = getattr(spec, "engine", None)
-    numbered = getattr(engine, "gpus", ()) or ()
+    """Return how many GPUs of each host the run uses: one for each rank there, and those of its engines."""
+    numbered = getattr(getattr(spec, "engine", None), "numbered_gpus", ())
     return max(spec.parallel.row_shards, 1 + max(numbered, default=-1))

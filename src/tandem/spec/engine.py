@@ -100,6 +100,16 @@ class VllmEngineSpec(_Process):
             raise ValueError("engine.arguments: are of a vLLM that the run starts, and engine.url names one that runs")
         return self
 
+    @property
+    def numbered_gpus(self) -> tuple[int, ...]:
+        """The GPUs of all engines that the run starts."""
+        return () if self.url else self.gpus or tuple(range(self.tensor_parallel))
+
+    def engines_on(self, gpu: int) -> int:
+        """Return how many engines the run starts on this GPU. The trainer's ranks have the first GPUs."""
+        separate = len(self.gpus) > self.tensor_parallel
+        return (gpu in self.numbered_gpus) * (1 if separate else self.replicas)
+
     def gpus_of(self, replica: int) -> tuple[int, ...]:
         """Return the GPU numbers of one replica; empty means all GPUs."""
         separate = len(self.gpus) > self.tensor_parallel

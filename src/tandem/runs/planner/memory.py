@@ -46,7 +46,8 @@ def needed_gib(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, o
     the host's memory, which all ranks share."""
     ranks = all_ranks(spec)
     if machine.on_gpu and not work.dealt:
-        ranks = ranks[:1]  # the others have no larger micro-batch, and no more rows
+        numbered = getattr(getattr(spec, "engine", None), "numbered_gpus", ())
+        ranks = ranks[: 1 + max(numbered, default=0)]  # the others have no larger micro-batch, no more rows, no engine
     of_ranks = [phases(spec, shape, work, machine, rank) for rank in ranks]
     together = max if machine.on_gpu else sum
     return max(
@@ -59,13 +60,12 @@ def all_ranks(spec: RunSpec) -> list[Rank]:
 
 
 def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank: Rank = ALONE) -> list[Phase]:
-    """Return the phases of one rank. What an engine takes of the trainer's device counts as the first one's, unless it
-    has a worker beside each rank."""
+    """Return the phases of one rank. An engine of the trainer's own process, or of its device, is the first one's; vLLM
+    is where its GPUs are."""
     several = rank.count > 1
     always = _always(spec, shape, spec.train, machine, rank)
     static = sum(always.values())
-    beside = rank.leads or rank.in_engine
-    engine = _engine(spec, shape, work, machine) if beside else {"awake": 0.0, "in training": 0.0}
+    engine = _engine(spec, shape, work, machine, rank)
     process = machine.process_gib(adapters=spec.model.lora is not None, ranks=several)
     context = {"process": process}
     found = [_load(spec, shape, machine, rank)]
@@ -312,9 +312,14 @@ def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:
     return machine.on_gpu and stage.optimizer.kind in ("adamw", "adamw_8bit") and halves
 
 
-def _engine(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> dict[str, float]:
-    """GiB of this card that the engine has, awake and while the trainer steps."""
-    if not isinstance(spec, RlSpec):
+def _engine(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank: Rank) -> dict[str, float]:
+    """GiB of this rank's card that engines have, awake and while the trainer steps."""
+    if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec):
+        count = machine.on_gpu * engines_beside(spec.engine, rank)
+        asleep = count * machine.asleep_gib
+        awake = count * spec.engine.memory_share * machine.memory_gib + asleep
+        return {"awake": awake, "in training": asleep if sleeps(spec, spec.engine) else awake}
+    if not isinstance(spec, RlSpec) or not rank.leads:
         return {"awake": 0.0, "in training": 0.0}
     engine, width = spec.engine, width_of(spec.precision)
     if isinstance(engine, HfEngineSpec):  # it keeps its cache
@@ -326,9 +331,6 @@ def _engine(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> d
         cache = cache_gib(shape, of_one, width, engine.kv_gib, touched=not machine.on_gpu)
         held = engine.replicas * (copies + cache + machine.context_gib)
         return {"awake": held, "in training": held}
-    if isinstance(engine, VllmEngineSpec) and colocated(engine) and machine.on_gpu:
-        awake = engine.memory_share * machine.memory_gib + machine.asleep_gib
-        return {"awake": awake, "in training": machine.asleep_gib if sleeps(spec, engine) else awake}
     return {"awake": 0.0, "in training": 0.0}
 
 
@@ -359,8 +361,9 @@ def row_bytes(spec: RlSpec, shape: ModelShape, work: Work) -> int:
     return work.row_tokens * byte_sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
 
 
-def colocated(engine: VllmEngineSpec) -> bool:
-    return not engine.url and not engine.gpus
+def engines_beside(engine: VllmEngineSpec, rank: Rank) -> int:
+    """Return how many engines are on the rank's GPU. All are on the first host."""
+    return engine.engines_on(rank.number) if rank.number < rank.row_shards else 0
 
 
 def sleeps(spec: RlSpec, engine: VllmEngineSpec) -> bool:

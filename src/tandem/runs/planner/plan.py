@@ -257,9 +257,8 @@ def _bridge(spec: RunSpec, shape: ModelShape) -> tuple[str, str]:
 
 def _gpus(spec: RunSpec) -> int:
     """Those of an engine on other cards cost as well."""
-    if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec):
-        return spec.parallel.ranks + len(spec.engine.gpus)
-    return spec.parallel.ranks
+    engines = spec.engine.numbered_gpus if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec) else ()
+    return spec.parallel.ranks + sum(number >= spec.parallel.row_shards for number in engines)
 
 
 def _faster(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:

@@ -9,7 +9,7 @@ from math import prod
 from tandem.ops.activation_sizes import layer_bytes
 from tandem.ops.byte_sizes import ModelShape
 from tandem.runs.planner.calibration import Machine
-from tandem.runs.planner.memory import at_once, colocated, row_bytes, rows_held, sync_bytes
+from tandem.runs.planner.memory import all_ranks, at_once, engines_beside, row_bytes, rows_held, sync_bytes
 from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
 from tandem.runs.planner.rank_share import Rank, layer_numbers, leaf_rounds, root_numbers
 from tandem.runs.planner.workload import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
@@ -74,7 +74,8 @@ def _step_s(spec: RunSpec, rollout: float, train: float, sync: float) -> float:
     waits for that as long as the trainer computes (docs/PERFORMANCE.md, "A lag on one GPU")."""
     if not isinstance(spec, RlSpec) or spec.train.max_lag == 0 or isinstance(spec.engine, HfEngineSpec):
         return rollout + train + sync
-    shares_gpu = isinstance(spec.engine, VllmEngineSpec) and colocated(spec.engine)
+    engine = spec.engine
+    shares_gpu = isinstance(engine, VllmEngineSpec) and any(engines_beside(engine, rank) for rank in all_ranks(spec))
     return max(rollout + train * shares_gpu, train + sync)
 
 
