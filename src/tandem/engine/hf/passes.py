@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.engine.hf.admission_queue import Begun, QueuedRequest
+from tandem.engine.hf.admission_queue import QueuedRequest
 from tandem.engine.hf.cache_room import CacheRoom
 from tandem.engine.hf.decode_steps import DecodeSteps, logits_with_masks
 from tandem.engine.hf.mixed_adapters import MixedAdapters
@@ -23,6 +23,7 @@ from tandem.engine.hf.prompt_graphs import PromptGraphs
 from tandem.engine.hf.row_state import RowState
 from tandem.ops import attention_masks
 from tandem.ops.lm_head import Head
+from tandem.ops.row_packing import micro_batches
 
 _AS_A_PASS = {"cpu": 32}
 """Positions of padding that take as long as another pass; 512 on a GPU. On an H200 they are 8,000 for a model of 0.2B,
@@ -85,8 +86,11 @@ class Passes:
         """Return which requests share a pass: all, or of a hybrid, whose padding is computed, those of near lengths."""
         groups = [[*wave]]
         if self._room.has_states:
+            prompts = list({request.begun: None for request in wave})  # equal ones are computed once
             most = 0 if self._room.why_apart else _AS_A_PASS.get(self._device.type, 512)
-            groups = near_lengths(sorted(wave, key=lambda request: request.length), most)
+            parts = micro_batches([len(prompt.ids) for prompt in prompts], self._room.positions, most)
+            place = {prompts[index]: number for number, part in enumerate(parts) for index in part}
+            groups = [[request for request in wave if place[request.begun] == number] for number in range(len(parts))]
         return [sorted(group, key=lambda request: self.adapters.place(request.adapter)) for group in groups]
 
     def _together(self, wave: list[QueuedRequest]) -> Tensor:
@@ -138,19 +142,6 @@ class Passes:
             self.state.move(source_S, target_S)
             self.cache.move(source_S, target_S)
         self.cache.num_rows = left
-
-
-def near_lengths(requests: Sequence[QueuedRequest], most_padding: int) -> list[list[QueuedRequest]]:
-    """Cut requests, the shortest first, where one more length would pad those before it by more than so many
-    positions."""
-    groups, prompts = list[list[QueuedRequest]](), set[Begun]()
-    for request in requests:
-        if not groups or (request.length - groups[-1][-1].length) * len(prompts) > most_padding:
-            groups.append([])
-            prompts.clear()
-        groups[-1].append(request)
-        prompts.add(request.begun)  # equal ones are computed once
-    return groups
 
 
 def _longest(running: Sequence[QueuedRequest]) -> int:
