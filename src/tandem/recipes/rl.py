@@ -23,7 +23,8 @@ from tandem.io.kept_samples import KeptSamples
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
 from tandem.obs.run_history import read_history
-from tandem.obs.sync_status import TOLD
+from tandem.obs.sync_status import ASKED_BY, TOLD
+from tandem.ops.option_report import AUTO
 from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes.supervised_steps import checked_rows, due, recorded_stage, recordings_of, say_if_too_few
 from tandem.rollout.deadlines import why_not
@@ -171,7 +172,9 @@ class RlRun:
             if option is not None and part not in self._noted:
                 self._noted.add(part)
                 note = option["why_not"] or option.get("note", "")
-                self.run.note_option(name, option["requested"], option["engaged"], note)
+                asked = getattr(self.spec.engine, ASKED_BY[part], AUTO) if part in ASKED_BY else AUTO
+                requested = AUTO if asked == AUTO else option["requested"]
+                self.run.note_option(name, requested, option["engaged"], note)
 
     async def close(self) -> None:
         """End the environment's workers, the engine and the bridge."""
