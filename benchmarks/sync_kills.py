@@ -234,8 +234,8 @@ class Pair:
     def _strike_owned(self, found: Found, trainer: Trainer, number: signal.Signals) -> None:
         """The trainer starts it again by itself. For the next version it would have done so anyway: then nobody has
         to notice, and the version is what is waited for."""
-        ready = self._home / f"run-{len(self.trainers) - 1}" / "engine-1" / "ready.json"
-        ready = ready if ready.exists() else next(self._home.glob(f"run-{len(self.trainers) - 1}/*/ready.json"))
+        pattern = f"run-{len(self.trainers) - 1}/*/ready*.json"  # there is none while the next engine starts
+        ready = max(waited(lambda: [*self._home.glob(pattern)], START_S), key=lambda file: file.stat().st_mtime)
         began = time.time()
         os.kill(json.loads(ready.read_text())["pid"], number)
         self._notice(found, trainer, began, "proof")
