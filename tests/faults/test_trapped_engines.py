@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from planted_engines import CountsOn, KeepsPrefixes, PackedHead, ReachesOne
 from torch import Tensor
 from trap_rig import (
     LAYER,
@@ -30,7 +31,6 @@ from trap_rig import (
 )
 
 from tandem.engine.hf import staged_weights
-from tandem.engine.hf.engine import EmbeddedEngine
 from tandem.engine.hf.lora_hooks import HookedAdapter
 from tandem.engine.pool import EnginePool
 from tandem.errors import EngineError, LogprobGap, SyncError, SyncTimeout
@@ -101,16 +101,6 @@ def test_a_version_that_was_received_and_never_put_in_place_is_refused(
     plant_and_keep(Rig(mode, tmp_path), never, SyncError, "would be served from other memory than was verified")
 
 
-class CountsOn(EmbeddedEngine):
-    """200 OK, and its version is the one that was asked for."""
-
-    async def load(self, version: int) -> Served:
-        if version < 2:
-            return await super().load(version)
-        self.version, self.cache_epoch = version, self.cache_epoch + 1
-        return Served(version, await self.fingerprints(), (self.boot_id,), self.cache_epoch)
-
-
 def test_an_engine_that_only_counts_is_refused(tmp_path: Path) -> None:
     rig = Rig("disk", tmp_path, engine=make_engine(llama(), CountsOn))
     plant_and_refuse(rig, lambda rig: None, SyncError, "the engine serves another", "than was sent")
@@ -178,33 +168,6 @@ def test_an_engine_that_does_not_forget_is_refused(mode: str, tmp_path: Path) ->
     plant_and_refuse(Rig(mode, tmp_path), remembering, SyncError, *words)
 
 
-def _slots(cache: Any) -> Any:
-    return cache.layers
-
-
-class KeepsPrefixes(EmbeddedEngine):
-    """A prefix cache that is keyed by the prompt alone. Its epoch rises like everybody's."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kept: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        self.plain, self.passes.prefill = self.passes.prefill, self.prefill
-
-    def prefill(self, wave: Any, running: Any) -> Tensor:
-        logits, passes = self.plain(wave, running), self.passes
-        [request] = wave
-        last, row = len(request.prompt) - 1, len(running)
-        layers = [(layer.keys[row, :, :last], layer.values[row, :, :last]) for layer in _slots(passes.cache)]
-        old = self.kept.setdefault(tuple(request.prompt), [(keys.clone(), values.clone()) for keys, values in layers])
-        for (keys, values), (old_keys, old_values) in zip(layers, old, strict=True):
-            keys.copy_(old_keys)
-            values.copy_(old_values)
-        # The last token of the prompt goes through the model again, as after a hit of all that is before it.
-        passes.state.last_S[row], passes.state.position_S[row] = request.prompt[-1], last
-        logits[-1] = passes.decode([*running, request])[-1]
-        return logits
-
-
 @pytest.mark.parametrize("mode", [*STAGED, "shared"])
 def test_a_prefix_cached_under_older_weights_is_noticed_by_the_canary(mode: str, tmp_path: Path) -> None:
     rig = Rig(mode, tmp_path, engine=make_engine(llama(), KeepsPrefixes))
@@ -217,15 +180,6 @@ def test_a_prefix_cached_under_older_weights_is_noticed_by_the_canary(mode: str,
 
 
 # --- equal weights, another computation
-
-
-class PackedHead(torch.nn.Module):
-    def __init__(self, weight_VH: Tensor) -> None:
-        super().__init__()
-        self.packed = weight_VH.detach().clone()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.nn.functional.linear(hidden, self.packed)
 
 
 def test_a_packed_copy_of_the_tied_head_that_stays_old_is_noticed_by_the_canary(tmp_path: Path) -> None:
@@ -529,15 +483,6 @@ def test_weights_that_are_not_finite_in_the_single_copy_answer_nothing(mode: str
 
 
 # --- a pool
-
-
-class ReachesOne(EnginePool):
-    def __init__(self, engines: list[Any]) -> None:
-        super().__init__(engines)
-        self.reached = engines[0]
-
-    async def load(self, version: int) -> Served:
-        return await (super() if version < 2 else self.reached).load(version)
 
 
 def test_a_load_that_reaches_one_replica_only_is_refused(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_where_every_answer_scores_0_the_run_shows_some_and_ends_long_before_its
     )
     assert said[0].endswith("or raise train.max_idle_steps (100)")
     assert said[1].startswith("likely ")
-    assert [line[:14] for line in said[3:]] == ["   task train-"] * 2  # a batch of two tasks
+    assert [line[:14] for line in said[3:]] == ["   task train-"] * 3
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (early,) = [event for event in events if event["stage"] == "no_reward"]
     assert f"Likely {early['reason']}: " in early["message"]

@@ -61,7 +61,10 @@ WRONG = [
         ("--set", "environment.params.leters=4"),
         "tandem: environment.params.leters = 4: unknown to 'sort'; did you mean 'letters'?",
     ),
-    (("--set", "environment.params.letters=many"), 'tandem: environment.params.letters = "many": input should be'),
+    (
+        ("--set", "environment.params.letters=many"),
+        'tandem: environment.params.letters = "many": must be a whole number',
+    ),
     (("--set", "environment.params.letters=99"), "tandem: environment.params.letters = 99: choose between 2 and 32"),
 ]
 

@@ -56,6 +56,24 @@ def test_runs_are_listed_with_state_verdict_step_and_reward(tmp_path: Path):
     assert found[1]["after"] == 0.982
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("export RUN --gguf q9", "'--gguf': 'q9' must be one of 'f32', 'f16', 'bf16', 'q8_0', 'q4_1'"),
+        ("engine serve --kind foo", "'--kind': 'foo' must be one of 'server', 'vllm'"),
+        ("serve DIR --port abc", "'--port': 'abc' must be a whole number"),
+        ("chat DIR --temperature hot", "'--temperature': 'hot' must be a number"),
+        ("chat DIR --temperature 11", "'--temperature': '11' must be less than or equal to 10"),
+        ("plan SPEC --memory-gib -1", "'--memory-gib': '-1' must be greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_value_of_an_option_is_refused_in_plain_words(command: str, said: str):
+    told = CliRunner().invoke(app, command.split())
+    assert told.exit_code == 2
+    text = " ".join(told.output.replace("│", " ").split())
+    assert f"Invalid value for {said}" in text
+
+
 def test_the_environments_that_have_a_name_are_listed():
     found = json.loads(CliRunner().invoke(app, ["env", "list", "--json"]).output)
     assert {each["name"].removesuffix(":ID") for each in found} == {*BUILT_IN, *ADAPTERS}

@@ -54,7 +54,7 @@ def test_a_run_says_once_whether_it_was_had():
     noted: list[Any] = []
     run: Any = SimpleNamespace(attached=lambda attachment: None, note_option=lambda *note: noted.append(note))
     rl = object.__new__(RlRun)
-    rl.run, rl._noted = run, set()
+    rl.run, rl.spec, rl._noted = run, spec({"sleep": "free"}), set()
     told = {"requested": "free", "engaged": False, "why_not": "no sleep mode"}
     rl.attached({"engines": [{"boot_id": "a"}]})
     assert noted == []
@@ -63,7 +63,7 @@ def test_a_run_says_once_whether_it_was_had():
     assert noted == [("engine.sleep", "free", False, "no sleep mode")]
     sampled = {"requested": "kept", "engaged": True, "why_not": ""}
     rl.attached({"engines": [{"boot_id": "d", "sampled": sampled, "sleep": told}]})
-    assert noted[1:] == [("logprobs of rollouts", "kept", True, "")]
+    assert noted[1:] == [("logprobs of rollouts", "auto", True, "")], "no field asks for it"
     chosen = {"requested": "auto", "engaged": True, "why_not": "", "note": "continue"}
     rl.attached({"engines": [{"boot_id": "d", "on_update": chosen}]})
     assert noted[2:] == [("requests under way", "auto", True, "continue")]

@@ -84,7 +84,7 @@ def test_a_class_without_annotations_can_be_used(good):
         ("nothing like it", {}, "Built in: arithmetic, count, guess, sort"),
         ("sort", {"leters": 7}, "environment.params.leters = 7: unknown to 'sort'; did you mean 'letters'?"),
         ("sort", {"zzz": 7}, "Known: letters, demo_right"),
-        ("sort", {"letters": "five"}, 'environment.params.letters = "five": input should be a valid integer'),
+        ("sort", {"letters": "five"}, 'environment.params.letters = "five": must be a whole number'),
         ("sort", {"letters": True}, "environment.params.letters = true"),
         ("sort", {"letters": 2.5}, "environment.params.letters = 2.5"),
         ("arithmetic", {"operation": "/"}, "environment.params.operation"),

@@ -158,9 +158,11 @@ def test_a_run_that_fails_says_why_and_its_exit_code_is_its_class_s(tmp_path: Pa
     command = [sys.executable, "-m", "tandem", "train", str(spec), "--run-dir", "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 3, done.stderr
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    message = status["error"].partition(": ")[2]
+    assert (done.stdout.count(message), done.stderr.count(f"tandem: {message}\n")) == (0, 1), done.stdout + done.stderr
     assert done.stderr.splitlines()[-1].startswith("tandem: next: mend the rows that the message names")
     assert done.stderr.splitlines()[-1].endswith("(failure class data, rule data)")
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["failure"]["class"], status["failure"]["rule"]) == ("failed", "data", "data")
     event = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
     assert (event["stage"], event["class"], event["next"]) == ("error", "data", status["failure"]["next"])

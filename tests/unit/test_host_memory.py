@@ -49,7 +49,7 @@ def test_a_run_says_whether_free_memory_is_given_back(
     trainer = training.trainer(spec.train, model, training.sft_algorithm(), 0, 0)
     options: list[tuple[str, Any, bool, str]] = []
     training.show_life(trainer, lambda: None, lambda *option: options.append(option))
-    assert options == [("free memory given back", True, *each) for each in told]
+    assert options == [("free memory given back", "auto", *each) for each in told]
 
 
 def test_a_run_says_once_that_its_gpu_is_full_in_step_after_step(caplog: pytest.LogCaptureFixture):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from chat_tokenizers import CHATML
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import tandem
@@ -17,6 +22,7 @@ from tandem.build import built_model, standalone_engines, training
 from tandem.cli.main import app
 from tandem.errors import SpecError
 from tandem.recipes import plan_run as plan_runs
+from tandem.recipes.model_check import notes_of
 from tandem.runs.first_spec import FirstAnswers, first_spec
 from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec, PathModel
@@ -46,6 +52,29 @@ def test_a_sound_model_is_described_and_answers_with_the_trainers_logprobs(tiny:
     assert "(h200): fits" in told["memory"]["all weights"]
     assert told["answer"]["nats a token, engine from trainer"] < 1e-5
     assert "no findings" in CliRunner().invoke(app, ["model", "check", str(tiny)]).stdout
+
+
+def test_what_transformers_warns_of_is_a_note_in_our_words_or_nothing(tiny: Path, tmp_path: Path):
+    """transformers prints a table for a tensor that it does not know, and a line for `temperature` without sampling."""
+    odd = tmp_path / "odd"
+    shutil.copytree(tiny, odd)
+    tensors = load_file(odd / "model.safetensors")
+    save_file({**tensors, "odd.weight": torch.zeros(2)}, odd / "model.safetensors", {"format": "pt"})
+    (odd / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": false}')
+    command = [sys.executable, "-m", "tandem", "model", "check", str(odd), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
+    left = f"model.path = '{odd}': Qwen3ForCausalLM leaves out 1 of its tensors: odd.weight"
+    assert json.loads(done.stdout)["notes"] == [left]
+
+
+def test_a_package_that_recurrent_layers_lack_is_a_note_on_a_gpu():
+    text = "`f` is falling back to its reference PyTorch implementation because `causal_conv1d` is not installed."
+    warned = [logging.LogRecord("transformers.x", logging.WARNING, "", 0, text, None, None)] * 2
+    assert notes_of(warned, "cpu") == []
+    assert notes_of(warned, "cuda") == [
+        "recurrent layers are computed by torch, more slowly, without causal_conv1d; install what is missing"
+    ]
 
 
 @pytest.mark.parametrize("gpu", [(), ("--gpu", "none"), ("--gpu", "cpu")])

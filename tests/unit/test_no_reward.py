@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from tandem.algo.policy_gradient import has_signal
+from tandem.algo.advantages import has_signal, has_tokens
 from tandem.env.expected import Expected
 from tandem.obs.claims import answers
 from tandem.rollout.episode import Setting
+from tandem.rollout.evaluate import Evaluation
 from tandem.rollout.no_reward import RewardWatch
 from tandem.rollout.producer import EnvironmentProducer
 from tandem.rollout.reward_reasons import NoReward
-from tandem.types import Completion, Group, Message, Outcome, Sampling, Span, Task, Thought, Ticket, Trajectory
+from tandem.types import Completion, Group, Measure, Message, Outcome, Sampling, Span, Task, Thought, Ticket, Trajectory
 
 MOST = 64
 
@@ -98,21 +99,22 @@ class Slots:
         await self.put(ticket, [])
 
 
-def told(planted: Planted, *, seconds: float = 0.0, enough: int = 32) -> list[tuple[NoReward, str]]:
+def told(
+    planted: Planted, *, seconds: float = 0.0, enough: int = 32, keep: Callable[[Group], bool] = has_signal
+) -> list[tuple[NoReward, str]]:
     """What is said before two steps of 32 answers are over."""
     found: list[tuple[NoReward, str]] = []
     times = iter([0.0])
     watch = RewardWatch(
         lambda reason, text: found.append((reason, text)),
+        keep,
         enough=enough, max_tokens=MOST, clock=lambda: next(times, seconds),
     )  # fmt: skip
 
     async def play() -> None:
         slots = Slots()
         setting: Any = Setting(planted, Talker(planted.says), Bytes(), Sampling(max_tokens=MOST), 512, 5.0, 5.0)  # type: ignore[arg-type]
-        producer = EnvironmentProducer(
-            setting, slots, has_signal, group_size=4, seed=0, max_failed_share=1.0, watch=watch
-        )
+        producer = EnvironmentProducer(setting, slots, keep, group_size=4, seed=0, max_failed_share=1.0, watch=watch)
         running = asyncio.create_task(producer.run())
         try:
             ended = asyncio.create_task(slots.all_ended.wait())
@@ -241,8 +243,42 @@ def test_three_answers_are_shown_of_two_tasks_too() -> None:
     assert shown == [["a:", '"one":'], ["b:", '"three":'], ["a:", '"two":']]
 
 
+@pytest.mark.parametrize(
+    ("scores", "measure", "first_line"),
+    [
+        ([0.0, 0.0], "accuracy", "all 2 answers were wrong, such as:"),
+        ([0.5, 0.5], "accuracy", "all 2 answers scored 0.5, such as:"),
+        ([1.0, 1.0], "accuracy", ""),
+        ([0.0, 0.0], "reward", "all 2 answers scored 0, such as:"),
+        ([0.004, 0.004], "reward", "all 2 answers scored 0.004, such as:"),
+        ([0.004, 0.003], "reward", ""),
+    ],
+)
+def test_an_evaluation_in_which_all_score_the_same_shows_answers(
+    scores: list[float], measure: Measure, first_line: str
+) -> None:
+    played = [
+        Trajectory([], [], [], [], task_id=name, messages=[{"role": "assistant", "content": name}], reward=score)
+        for name, score in zip("ab", scores, strict=True)
+    ]
+    lines = Evaluation(scores, played, 0, measure).all_equal.splitlines()
+    assert lines[:1] == [first_line] * bool(first_line)
+    assert [line.split()[1] for line in lines[1:]] == ["a:", "b:"] * bool(first_line)
+
+
 def test_a_run_with_a_signal_says_nothing() -> None:
     assert not told(Planted(lambda a, b, rng: f"{a + b + rng.randrange(9)}", is_equal))
+
+
+def test_rewards_that_differ_between_tasks_alone_are_told_where_siblings_are_compared() -> None:
+    by_task = Planted(lambda a, b, rng: f"{rng.randrange(99)}", lambda reply, right: int(right) % 5 / 1000)
+    ((reason, text),) = told(by_task)
+    assert reason.kind == "same reward"
+    assert text.startswith(
+        "nothing to learn from yet: the first 32 answers earned 0 to 0.004, equal in each task. Likely same reward: "
+    )
+    assert text.count("   task ") == 3
+    assert not told(by_task, keep=has_tokens), "all answers of a batch are compared"
 
 
 def test_after_40_seconds_fewer_answers_are_enough() -> None:
@@ -254,7 +290,7 @@ def test_after_40_seconds_fewer_answers_are_enough() -> None:
 
 def test_a_resumed_run_says_nothing_and_knows_the_reason_at_its_end() -> None:
     said: list[Any] = []
-    watch = RewardWatch(lambda *each: said.append(each), enough=2, max_tokens=MOST, begins=False)
+    watch = RewardWatch(lambda *each: said.append(each), has_signal, enough=2, max_tokens=MOST, begins=False)
     task = Task("1+1", ({"role": "user", "content": "What is 1+1?"},), {"answer": 2})
     reply: list[Message] = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "It is 2."}]
     watch.played(task, [Trajectory([1], [True], [0.0], [0], task_id="1+1", messages=reply) for _ in range(4)])

@@ -156,7 +156,7 @@ REFUSED = [
     ({"reward": "score.py:nothing"}, r"takes no argument; its first one is the reply"),
     ({"reward": {"fn": "last_number", "answer": "gold"}}, r"no column 'gold'; .*answer = \"answer\" }; the columns"),
     ({"reward": {"fn": "length"}}, r"'length': needs most"),
-    ({"reward": {"fn": "length", "most": "9"}}, r"most = '9' of 'length': Input should be a valid integer"),
+    ({"reward": {"fn": "length", "most": "9"}}, r"most = '9' of 'length': must be a whole number"),
     ({"reward": {"fn": "length", "moist": 9}}, r"moist = 9: unknown to 'length'; Known: most, least, unit"),
     ({"reward": {"fn": "regex", "pattern": "("}}, r"pattern = '\(' of 'regex': is no regular expression"),
     ({"reward": "score.py:nan", "data": {"pth": "q.jsonl"}}, r"params\.data = .*: add path, for a file, or name"),

@@ -17,6 +17,7 @@ from tandem.obs.claims import caveat, evidence, headline
 from tandem.obs.closing_summary import closing_text
 from tandem.obs.report import write_report
 from tandem.obs.run_history import drops, evaluations, read_history, timing
+from tandem.runs.failure_diagnosis import exits_by_class
 
 RL_EVAL = {
     "before": 0.0,
@@ -292,9 +293,12 @@ def test_where_the_shell_does_not_find_tandem_the_commands_say_where_it_is(tmp_p
     assert (verb, target) == ("chat", str(run))
 
 
-def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path):
-    failed = {**IMPROVED, "state": "failed", "error": "EpisodeFailed: \x1b]0;owned\x07 [red]x[/red]"}
-    text = printed(make_run(tmp_path / "run", failed), failed)
+def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path, capsys):
+    with pytest.raises(SystemExit), exits_by_class():
+        raise RunError("\x1b]0;owned\x07 [red]x[/red]")
+    assert capsys.readouterr().err.startswith("tandem: ]0;owned [red]x[/red]\n")
+    odd = {**IMPROVED, "verdict": "\x1b]0;owned\x07 [red]x[/red]"}
+    text = printed(make_run(tmp_path / "run", odd), odd)
     assert "\x1b" not in text
     assert "[red]x[/red]" in text
 

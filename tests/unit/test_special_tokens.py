@@ -38,6 +38,31 @@ def test_an_end_of_sequence_that_opens_turns_is_replaced_by_the_end_of_a_turn():
     assert pad == f"the tokenizer names no padding token; '{TEXT_END}' is used"
 
 
+ASKS = "{{ '<|im_start|>' + message.content }}"
+ANSWERS = "{{ 'answer: ' + message.content + '<|im_end|>' }}"
+OPENS_QUESTIONS = (
+    f"{{% for message in messages %}}{{% if message.role == 'user' %}}{ASKS}{{% else %}}{ANSWERS}{{% endif %}}"
+    "{% endfor %}"
+)
+ONE_QUESTION = "{{ raise_exception('one question only') if messages | length > 2 }}" + OPENS_QUESTIONS
+
+
+def test_an_end_of_sequence_that_opens_the_users_turns_only_is_replaced_too():
+    """A prompt of one question has it as its first token, where others have their beginning of sequence."""
+    tokenizer = odd(START, OPENS_QUESTIONS, pad=TEXT_END)
+    renderer = Renderer(tokenizer)
+    assert tokenizer.eos_token == END
+    assert renderer.end_ids == {tokenizer.convert_tokens_to_ids(END)}
+    assert tokenizer.convert_tokens_to_ids(START) in renderer.never_ends
+
+
+def test_an_end_of_sequence_that_only_begins_a_conversation_is_left_alone():
+    tokenizer = odd(TEXT_END, "<|endoftext|>" + CHATML, pad=TEXT_END)
+    assert Renderer(tokenizer).mended == ()
+    tokenizer = odd(START, ONE_QUESTION, pad=TEXT_END)
+    assert Renderer(tokenizer).mended == ()
+
+
 def test_a_missing_end_of_sequence_is_the_end_of_a_turn():
     tokenizer = odd(None, pad=TEXT_END)
     renderer = Renderer(tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.build.built_model import BuiltModel, why_not_deterministic
+from tandem.ops.option_report import AUTO
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.environment import only_scores
 from tandem.spec.optim import AdamWOffloadSpec
@@ -13,7 +14,8 @@ from tandem.spec.run import RlSpec, RunSpec
 
 
 def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]]:
-    """Return each requested optimisation: its name, the requested value, whether it is engaged, and if not, why."""
+    """Return each optimisation: its name, the requested value, whether it is engaged, and if not, why. The value is
+    AUTO where no field of the spec asks for it."""
     from tandem.model.quantized_base import quantized_parts, share
     from tandem.ops import digest, packed_attention
 
@@ -28,12 +30,12 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         why_not = "" if chosen == spec.model.attention else f"transformers chose '{chosen}' for {type(module).__name__}"
     found.append(("model.attention", spec.model.attention, not why_not, why_not))
     if forward.why_alone:
-        found.append(("packing of sequences", True, False, forward.why_alone))
+        found.append(("packing of sequences", AUTO, False, forward.why_alone))
     if forward.is_recurrent:
         found.append(("packing of sequences", "recurrent layers: a row for each sequence", True, ""))
     if forward.why_in_torch:
         why_not = f"torch computes them, more slowly, for the kernels compute no gradient here: {forward.why_in_torch}"
-        found.append(("kernels of recurrent layers", True, False, why_not))
+        found.append(("kernels of recurrent layers", AUTO, False, why_not))
     if model.policy.vision is not None:
         found.append(("images", "the vision tower is frozen", True, ""))
     if model.crew is not None:
@@ -64,9 +66,9 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
             found.append((f"{name}.gradient_release", True, True, costs))
     if spec.algorithm is None or spec.algorithm.kind != "reward_model":
         why_not = model.policy.why_not_fused(getattr(spec.train, "top_p", 1.0))
-        found.append(("fused lm-head", True, not why_not, why_not))
+        found.append(("fused lm-head", AUTO, not why_not, why_not))
     if digests := digest.fused(model.device):
-        found.append(("fused digests", True, digests["engaged"], digests["why_not"]))
+        found.append(("fused digests", AUTO, digests["engaged"], digests["why_not"]))
     if spec.deterministic:
         why_not = why_not_deterministic(spec, model.device)
         if isinstance(spec, RlSpec) and spec.engine.kind != "hf":

@@ -134,6 +134,7 @@ def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[
     """Call `tick` at every micro-batch of a policy trainer; report its limit of the logprob gap once that is known, and
     whether it returns free memory to the system."""
     from tandem.ops import release_host_memory
+    from tandem.ops.option_report import AUTO
     from tandem.train.trainer import PolicyTrainer
 
     if isinstance(trainer, PolicyTrainer):
@@ -141,7 +142,7 @@ def show_life(trainer: Trainer, tick: Callable[[], None], note_option: Callable[
         trainer.gap_watch.on_limit = lambda asked, text: note_option("train.max_logprob_gap", asked, True, text)
         if trainer.gives_memory_back:
             why_not = release_host_memory.why_not()
-            note_option("free memory given back", True, not why_not, why_not)
+            note_option("free memory given back", AUTO, not why_not, why_not)
 
 
 def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int, seed: int) -> Trainer:

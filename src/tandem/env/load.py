@@ -24,6 +24,7 @@ from tandem.errors import EnvironmentFailed, SpecError
 from tandem.io import own_code
 from tandem.io.own_code import OBJECT, import_file
 from tandem.protocols import Environment
+from tandem.spec.load import plain_message
 from tandem.spec.package_names import is_package
 
 BUILT_IN: dict[str, type] = {"arithmetic": Arithmetic, "count": Count, "guess": Guess, "sort": Sort}
@@ -166,8 +167,7 @@ def _check_type(key: str, value: Any, annotation: Any) -> None:
         # As JSON, whose arrays fit tuples too: TOML has only one kind of list.
         TypeAdapter(annotation).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
-        text = error.errors()[0]["msg"]
-        raise SpecError(f"environment.params.{key} = {_show(value)}: {text[0].lower()}{text[1:]}") from error
+        raise SpecError(f"environment.params.{key} = {_show(value)}: {plain_message(error.errors()[0])}") from error
 
 
 def _show(value: Any) -> str:

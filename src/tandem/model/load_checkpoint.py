@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from tandem.errors import SpecError
 from tandem.io.gguf.directory import model_directory
 from tandem.io.model_path_check import refuse_adapter, refuse_no_model
 from tandem.ops.vision import sees
+
+_log = logging.getLogger(__name__)
 
 
 def load_model(path: str, revision: str, attention: str, field: str = "model.path") -> Any:
@@ -56,6 +59,9 @@ def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = Fal
     if os.path.isdir(source):  # otherwise peft writes this machine's path into every adapter as its base
         module.name_or_path = module.config._name_or_path = ""
     refuse_incomplete(module, report, source, field, nothing_left=nothing_left)
+    if left := sorted(report["unexpected_keys"]):
+        what = f"{type(module).__name__} leaves out {len(left)} of its tensors"
+        _log.warning("%s = '%s': %s: %s", field, source, what, _shown(left))
     return module
 
 
@@ -92,13 +98,13 @@ def refuse_images(config: Any, path: str, field: str, way_out: str) -> None:
 def refuse_faults(faults: dict[str, Iterable[str]], what: str) -> None:
     """Raise SpecError, with the count and the first names of each kind, if there are any faults."""
     found = {kind: sorted(names) for kind, names in faults.items()}
-    told = [
-        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for kind, names in found.items()
-        if names
-    ]
+    told = [f"{len(names)} {kind} ({_shown(names)})" for kind, names in found.items() if names]
     if told:
         raise SpecError(f"{what}: weights are {'; '.join(told)}")
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def is_adapter(source: str, field: str) -> bool:

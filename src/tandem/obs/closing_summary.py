@@ -45,12 +45,13 @@ _FILES = (
 
 
 def closing_text(run_dir: Path, status: Mapping[str, Any], *, needs_vllm: bool = False) -> RenderableType:
-    """Return the closing text. `status`: the content of status.json. `needs_vllm`: the embedded engine refuses what was
-    trained."""
+    """Return the closing text, without a run's error, which is raised next. `status`: the content of status.json.
+    `needs_vllm`: the embedded engine refuses what was trained."""
     history = read_history(run_dir)
     style = _STYLES.get(str(status.get("verdict")), "bold red" if status.get("state") == "failed" else "bold")
     parts: list[RenderableType] = [Text(""), Text(printable(headline(status)), style=style)]
-    parts += [Text(line) for line in (evidence(status), printable(str(status.get("error") or ""))) if line]
+    if difference := evidence(status):
+        parts.append(Text(difference))
     if said := caveat(status):
         parts.append(Text(said, style="dim"))
     for block in (

@@ -30,6 +30,10 @@ TOLD = {
 }  # fmt: skip
 """Options that an engine reports when it is attached (requested, engaged), with their names here and in a run's
 events."""
+ASKED_BY = {
+    "sleep": "sleep", "on_update": "on_update", "graphs": "eager", "prompt_graphs": "eager", "rows": "max_running",
+}  # fmt: skip
+"""Fields of [engine] that ask for one of these options, unless they are "auto". An engine chooses the others itself."""
 STATUS_ROUTE = "/engine/status"
 _TIMEOUT_S = 10.0
 _KINDS = {dict: "object", list: "list"}

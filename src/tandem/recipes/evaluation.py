@@ -102,9 +102,9 @@ def evaluate_model(
         against = next((e for e in read_evals(Path(source)) if e.pairs_with(found) and e.version < version), None)
     path = store_eval(target, found)
     if against is None:
-        return EvaluatedModel(found, path, answers=played.none_scored)
+        return EvaluatedModel(found, path, answers=played.all_equal)
     verdict = judge(against.scores, found.scores, confidence=spec.eval.confidence, measure=found.metric, seed=spec.seed)
-    return EvaluatedModel(found, path, against, verdict, played.none_scored)
+    return EvaluatedModel(found, path, against, verdict, played.all_equal)
 
 
 def _stored(found: Evaluation, spec: RlSpec, tasks: Sequence[Task], version: int, when: str) -> StoredEval:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import tomllib
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,6 +53,8 @@ class ModelCheck:
     """What stands in the way of a run."""
     mended: list[str] = field(default_factory=list[str])
     """What Tandem changes in the special tokens."""
+    notes: list[str] = field(default_factory=list[str])
+    """What else to know; nothing of it stands in the way."""
     model: dict[str, Any] = field(default_factory=dict[str, Any])
     template: dict[str, Any] = field(default_factory=dict[str, Any])
     fits: dict[str, str] = field(default_factory=dict[str, str])
@@ -71,7 +77,7 @@ class ModelCheck:
             lines += (
                 ["", name, *(f"  {key:<{width}}  {_shown(value)}" for key, value in facts.items())] if facts else []
             )
-        for name in ("mended", "findings"):
+        for name in ("mended", "notes", "findings"):
             told: list[str] = getattr(self, name)
             lines += ["", name, *(f"  {each}" for each in told)] if told else []
         count = len(self.findings)
@@ -87,13 +93,22 @@ def check_model(
     if gpu:
         gpu_gib(gpu)  # refuses an unknown one
     check = ModelCheck(str(source))
+    device = built_model.pick_device("auto")
+    with _kept_warnings() as kept:
+        _look(check, dtype, gpu, revision, device)
+    check.notes += notes_of(kept, device.type)
+    return check
+
+
+def _look(check: ModelCheck, dtype: Literal["float32", "bfloat16"], gpu: str, revision: str, device: Any) -> None:
+    """Load the model, and fill in the check."""
     try:
-        spec, adapter = _spec(str(source), revision)
+        spec, adapter = _spec(check.source, revision)
         precision = Float32Precision() if dtype == "float32" else Bfloat16Precision(master="none")
-        model = built_model.model(spec, precision, 0, built_model.pick_device("auto"))
+        model = built_model.model(spec, precision, 0, device)
     except (TandemError, ValueError) as error:
         check.findings.append(str(error))
-        return check
+        return
     check.mended += model.renderer.mended
     check.model = _facts(spec, model, dtype)
     if adapter:
@@ -102,7 +117,46 @@ def check_model(
     check.fits = _fits(spec, model)
     check.memory = _memory(spec, model, dtype, gpu)
     _ask(check, model, dtype)
-    return check
+
+
+class _Keeper(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def _kept_warnings() -> Generator[list[logging.LogRecord]]:
+    """Collect the warnings of Tandem and transformers, which would go to stderr between the lines of the check."""
+    from transformers.utils import logging as transformers_logging
+
+    handler = _Keeper(logging.WARNING)
+    own = logging.getLogger("tandem")
+    transformers_logging.disable_default_handler()
+    transformers_logging.add_handler(handler)
+    own.addHandler(handler)
+    try:
+        yield handler.records
+    finally:
+        own.removeHandler(handler)
+        transformers_logging.remove_handler(handler)
+        transformers_logging.enable_default_handler()
+
+
+def notes_of(kept: list[logging.LogRecord], device: str) -> list[str]:
+    """Return what warnings mean to a user: all of Tandem's, and of transformers' the packages that a GPU lacks. The
+    rest of those is said by findings, or has no effect here."""
+    texts = [(record.name, record.getMessage()) for record in kept]
+    lacks = sorted({name for _, text in texts for name in re.findall(r"because `([^`]+)` is not installed", text)})
+    notes = [text for name, text in texts if name.startswith("tandem")]
+    if lacks and device == "cuda":
+        notes.append(
+            f"recurrent layers are computed by torch, more slowly, without {', '.join(lacks)}; install what is missing"
+        )
+    return notes
 
 
 def _spec(source: str, revision: str) -> tuple[PathModel, str]:

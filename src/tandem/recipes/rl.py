@@ -23,7 +23,8 @@ from tandem.io.kept_samples import KeptSamples
 from tandem.loop import run_loop
 from tandem.obs.claims import answers
 from tandem.obs.run_history import read_history
-from tandem.obs.sync_status import TOLD
+from tandem.obs.sync_status import ASKED_BY, TOLD
+from tandem.ops.option_report import AUTO
 from tandem.protocols import Algorithm, Environment, Trainer
 from tandem.recipes.supervised_steps import checked_rows, due, recorded_stage, recordings_of, say_if_too_few
 from tandem.rollout.deadlines import why_not
@@ -171,7 +172,9 @@ class RlRun:
             if option is not None and part not in self._noted:
                 self._noted.add(part)
                 note = option["why_not"] or option.get("note", "")
-                self.run.note_option(name, option["requested"], option["engaged"], note)
+                asked = getattr(self.spec.engine, ASKED_BY[part], AUTO) if part in ASKED_BY else AUTO
+                requested = AUTO if asked == AUTO else option["requested"]
+                self.run.note_option(name, requested, option["engaged"], note)
 
     async def close(self) -> None:
         """End the environment's workers, the engine and the bridge."""
@@ -215,6 +218,7 @@ class RlRun:
         first = spec.warmup.steps if spec.warmup else 0
         watch = RewardWatch(
             self._no_reward,
+            algorithm.keep,
             enough=stage.groups_per_step * stage.group_size,
             max_tokens=stage.max_tokens,
             begins=trainer.version == first,
@@ -312,14 +316,14 @@ class RlRun:
         return result
 
     def _tell(self, found: Evaluation, name: str, label: str) -> None:
-        """Report the mean, and example answers if none scored; not for `before`, which a warm-up may follow."""
+        """Report the mean, and example answers if all score the same; not for `before`, which a warm-up may follow."""
         self.run.evaluated(name, label, found.mean, metric=found.measure)
         if training.its_spec(self.spec).name == MIX:
             means = mean_by_part([task.id for task in self.eval_tasks], found.scores)
             self.run.event("evaluation by environment", name=name, means=means)
             self.run.view.say("   of which " + ", ".join(f"{part} {mean:.4g}" for part, mean in means.items()))
-        if name != "before" and found.none_scored:
-            self.run.view.say(f"   {found.none_scored}")
+        if name != "before" and found.all_equal:
+            self.run.view.say(f"   {found.all_equal}")
             tasks = {task.id: task for task in self.eval_tasks}
             played = [(tasks[each.task_id], each) for each in found.played if each.task_id in tasks]
             why = likely_reason(played, max_tokens=self.spec.eval.max_tokens or self.spec.train.max_tokens)

@@ -30,11 +30,13 @@ class Evaluation:
         return sum(self.scores) / len(self.scores)
 
     @property
-    def none_scored(self) -> str:
-        """Example answers if all tasks have one equal score, not above 0; otherwise empty."""
-        if not self.played or max(self.scores) > 0 or len(set(self.scores)) > 1:
+    def all_equal(self) -> str:
+        """Example answers if all tasks have one equal score; empty if scores differ, or if all answers are right."""
+        score = self.scores[0]
+        is_accuracy = self.measure == "accuracy"
+        if not self.played or len(set(self.scores)) > 1 or (is_accuracy and score == 1):
             return ""
-        what = "were wrong" if self.measure == "accuracy" else f"scored {self.mean:g}"
+        what = "were wrong" if is_accuracy and not score else f"scored {score:g}"
         return f"all {len(self.scores)} answers {what}, such as:\n{answers(self.played)}"
 
 

@@ -1,12 +1,12 @@
-"""Say why the first answers of a run earn nothing, before many steps are spent on them.
+"""Say why nothing can be learned from the first answers of a run, before many steps are spent on them.
 
-A run whose answers all earn the same reward learns nothing; `reward_reasons.py` finds the likely cause.
+A run learns nothing while all answers to the same task earn the same; `reward_reasons.py` finds the likely cause.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from tandem.errors import EpisodeFailed
@@ -19,12 +19,13 @@ _MOST, _KEPT = 64, 64  # answers to wait for, and to keep
 
 
 class RewardWatch:
-    """Watches the first groups of a run and reports once if their answers all earn the same. `enough`: answers of one
-    step. `say` gets the reason, and the whole text for people."""
+    """Watches the first groups of a run and reports once if nothing can be learned from them. `keep`: whether the
+    algorithm trains on a group. `enough`: answers of one step. `say` gets the reason, and the whole text for people."""
 
     def __init__(
         self,
         say: Callable[[NoReward, str], None],
+        keep: Callable[[Group], bool],
         *,
         enough: int,
         max_tokens: int,
@@ -32,7 +33,8 @@ class RewardWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`begins`: the run begins here. A resumed run reports nothing, but knows the reason when it ends."""
-        self._say, self._enough, self._max_tokens, self._clock = say, min(enough, _MOST), max_tokens, clock
+        self._say, self._keep, self._enough = say, keep, min(enough, _MOST)
+        self._max_tokens, self._clock = max_tokens, clock
         self._started = clock()
         self._samples: deque[tuple[Task, Trajectory]] = deque(maxlen=_KEPT)
         self._failures: list[EpisodeFailed] = []
@@ -43,8 +45,9 @@ class RewardWatch:
         """Note a group that was played to its end."""
         self._samples.extend((task, trajectory) for trajectory in group)
         self._groups += 1
-        if self._watching and len({played.reward for _, played in self._samples}) > 1:
-            self._watching = False  # something is rewarded
+        # An algorithm without siblings keeps groups of equal rewards, too, and compares them with each other.
+        if self._watching and self._keep(group) and len({played.reward for _, played in self._samples}) > 1:
+            self._watching = False
         few = self._clock() - self._started > _ENOUGH_AFTER_S and len(self._samples) >= _FEW
         if self._watching and (len(self._samples) >= self._enough or few):
             self._report()
@@ -56,7 +59,8 @@ class RewardWatch:
             self._report()
 
     def reason(self) -> str:
-        """Return the likely reason of the latest answers as a sentence; empty if they earned different rewards."""
+        """Return the likely reason of the latest answers as a sentence; empty if answers to the same task earned
+        different rewards."""
         found = self._found()
         return f"likely {found.kind}: {found.text}" if found else ""
 
@@ -66,7 +70,17 @@ class RewardWatch:
             self._say(found, self._told(found))
 
     def _found(self) -> NoReward | None:
-        return likely_reason(self._samples, self._failures, max_tokens=self._max_tokens)
+        found = likely_reason(self._samples, self._failures, max_tokens=self._max_tokens)
+        earned: dict[str, set[float]] = defaultdict(set)
+        for task, played in self._samples:
+            earned[task.id].add(played.reward)
+        if found is not None or not earned or max(map(len, earned.values())) > 1:
+            return found
+        return NoReward(
+            "same reward",
+            "answers to the same task earn the same, and other tasks earn something else: the scorer does not look at "
+            "the answers, or each task is always solved or never; a run learns from differences between siblings",
+        )
 
     def _told(self, found: NoReward) -> str:
         played = [trajectory for _, trajectory in self._samples]
@@ -74,7 +88,10 @@ class RewardWatch:
             return (
                 f"nothing to learn from yet: {len(self._failures)} episodes failed. Likely {found.kind}: {found.text}"
             )
-        earned = f"all of the first {len(played)} answers earned {played[0].reward:g}"
+        rewards = sorted({each.reward for each in played})
+        earned = f"all of the first {len(played)} answers earned {rewards[0]:g}"
+        if len(rewards) > 1:
+            earned = f"the first {len(played)} answers earned {rewards[0]:g} to {rewards[-1]:g}, equal in each task"
         return (
             f"nothing to learn from yet: {earned}. Likely {found.kind}: {found.text}. Some of them:\n{answers(played)}"
         )

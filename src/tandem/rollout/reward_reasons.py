@@ -150,9 +150,10 @@ def _rewarded(answers: _Answers) -> NoReward | None:
     if answers.reward <= 0:
         return None
     kinds = len({each.text for each in answers.all})
+    which = f"{kinds} different" if kinds > 1 else "equal"
     return NoReward(
         "same reward",
-        f"{kinds} different answers earned the same {answers.reward:g}: the scorer does not look at them, or the tasks "
+        f"{which} answers earned the same {answers.reward:g}: the scorer does not look at them, or the tasks "
         "are solved already; a run learns from differences between siblings",
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from tandem.errors import EngineError, MissingExtra, ProducerDied, SpecError, SyncError, TandemError
+from tandem.obs.claims import printable
 
 RULES = Path(__file__).with_name("failure_rules.toml")
 _LONGEST_TEXT = 65536  # characters of a text; the end is kept, because the cause is there
@@ -118,7 +119,7 @@ def exits_by_class() -> Generator[None]:
             raise KeyboardInterrupt from error
         failure = classify_error(error)
         if isinstance(error, TandemError) or told_by_the_system(error):
-            print(f"tandem: {told_by_the_system(error) or error}", file=sys.stderr)
+            print(f"tandem: {printable(told_by_the_system(error) or str(error))}", file=sys.stderr)
         else:
             traceback.print_exception(error)
         if not isinstance(error, SpecError | MissingExtra):  # their text says what to change

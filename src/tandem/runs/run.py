@@ -22,6 +22,7 @@ from tandem.io.kept_samples import KeptSamples
 from tandem.obs.live_view import LiveView
 from tandem.obs.report_writer import ReportWriter
 from tandem.obs.trackers.tracker_queue import Feed
+from tandem.ops.option_report import AUTO
 from tandem.runs.callbacks import Callbacks
 from tandem.runs.failure_diagnosis import classify_error
 from tandem.runs.lease import DirectoryLease
@@ -212,7 +213,7 @@ class Run:
         self._samples.write({"when": when, "version": version, "task": task, "messages": turns, "reward": reward})
 
     def note_option(self, option: str, requested: Any, engaged: bool, note: str = "") -> None:
-        """Report whether a requested option took effect. Under `strict`, an option that did not ends the run.
+        """Report whether an option took effect. Under `strict`, one that did not ends the run if the spec asks for it.
 
         `note`: why it did not, or what it costs.
         """
@@ -221,7 +222,7 @@ class Run:
             return
         why_not = note
         self.event("option", option=option, requested=requested, engaged=False, why_not=why_not)
-        if self._strict:
+        if self._strict and requested != AUTO:
             raise SpecError(f"{option} = {requested}: is not available, {why_not}; change it, or set strict = false")
         self.view.say(f"   {option} = {requested}: not engaged, {why_not}")
 

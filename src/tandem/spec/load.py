@@ -259,7 +259,9 @@ def plain_message(item: Any) -> str:
     words = {
         "tuple_type": "must be a list",
         "int_type": "must be a whole number",
+        "int_parsing": "must be a whole number",
         "float_type": "must be a number",
+        "float_parsing": "must be a number",
         "bool_type": "must be true or false",
         "string_type": "must be text in quotes",
     }

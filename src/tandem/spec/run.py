@@ -44,7 +44,8 @@ class _RunSpecBase(Spec):
     deterministic: bool = True
     """The same spec and seed give the same bytes; docs/concepts.md says what that costs."""
     strict: bool = False
-    """true: the run ends if a requested optimisation is not available. false: the run reports it and goes on."""
+    """true: the run ends if something that the spec asks for is not available. false: the run reports it and goes on.
+    What Tandem chooses by itself is always reported only."""
     model: ModelSpec
     """Which weights are loaded, and which of them are trained."""
     liveness: LivenessSpec = LivenessSpec()

@@ -64,11 +64,12 @@ class Renderer:
         self.end_id: int = closing[end]
         """The template's end of an assistant's turn."""
         self._before_end = closing[:end]  # some templates write a space there
-        inside = {*self.prompt([{"role": "user", "content": "."}])[1:]} & special - {self.end_id}
+        asked: Message = {"role": "user", "content": "."}
+        inside = {*self.prompt([asked])[1:], *self._next_opening(asked)} & special - {self.end_id}
         self.mended: tuple[str, ...] = mend(tokenizer, self.end_id, inside)
         """What was changed in the tokenizer's special tokens, a sentence each."""
         self.never_ends: frozenset[int] = frozenset(inside)
-        """Special tokens that the template writes within a prompt, so that they do not end an answer."""
+        """Special tokens that the template writes within a conversation, so that they do not end an answer."""
         self.end_ids: frozenset[int] = frozenset({self.end_id, tokenizer.eos_token_id} - {None})
         self._opens_thought = self._begins_thought()
         mark = self.encode(END_THINK)
@@ -315,6 +316,14 @@ class Renderer:
         if not found:
             raise TemplateError("model: its chat template drops earlier assistant turns, so turns cannot be joined")
         return after
+
+    def _next_opening(self, asked: Message) -> list[int]:
+        """Return the ids that open a turn after an assistant's; none if the template takes one question only."""
+        closing = self._after_assistant([], opens_next=False)
+        try:
+            return self.encode(self._after_assistant([asked], opens_next=True).removeprefix(closing))
+        except TemplateError:
+            return []
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Tools = ()) -> str:
         if self.images is None and has_images(messages):

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from tandem.env.adapters.math_score import MathScorer
 from tandem.env.builtin.reply_parsing import last_number as number_in
 from tandem.errors import SpecError
+from tandem.spec.load import plain_message
 from tandem.types import Message
 
 FIELD = "environment.params.reward"
@@ -175,7 +176,7 @@ def make(name: str, table: Mapping[str, Any]) -> Callable[..., Any]:
         try:
             TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError as error:
-            raise SpecError(f"{FIELD}: {key} = {value!r} of '{name}': {error.errors()[0]['msg']}") from error
+            raise SpecError(f"{FIELD}: {key} = {value!r} of '{name}': {plain_message(error.errors()[0])}") from error
     for key, parameter in known.items():
         if parameter.default is parameter.empty and key not in table:
             raise SpecError(f"{FIELD} = '{name}': needs {key}, as in {{ fn = \"{name}\", {key} = ... }}")

@@ -1,0 +1,63 @@
+"""A strict run ends for what its spec asks for and cannot have, and for nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from conftest import Train
+from tandem.errors import SpecError
+from tandem.text.tokenizer import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread", "no_report")
+
+ENVIRONMENT = """
+from tandem import Outcome, Task
+
+
+class Sums:
+    def tasks(self, split):
+        return [Task(f"{split}-{n}", ({"role": "user", "content": "+" * n},), {}) for n in range(8)]
+
+    async def run(self, task, chat):
+        return Outcome(float(sum(map(ord, (await chat.reply()).text)) % 7))
+"""
+
+
+def hybrid(path: Path) -> str:
+    """A model whose states take in padding, by a bias, so that its prompts are computed one length after the other."""
+    tokenizer = byte_tokenizer()
+    config = transformers.Lfm2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], conv_bias=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    torch.nn.init.normal_(model.model.layers[0].conv.in_proj.bias.data, std=0.1)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def test_what_tandem_tries_by_itself_is_reported_and_what_the_spec_asks_for_ends_a_strict_run(
+    train: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "sums.py").write_text(ENVIRONMENT)
+    spec: dict[str, Any] = {
+        "recipe": "rl", "device": "cpu", "strict": True, "model": {"path": hybrid(tmp_path / "model")},
+        "environment": {"name": f"{tmp_path / 'sums.py'}:Sums"}, "eval": {"tasks": 2},
+        "train": {"steps": 1, "lr": 1e-3, "groups_per_step": 2, "group_size": 4, "max_tokens": 8},
+    }  # fmt: skip
+    trained = train(spec)
+    options = {event["option"]: event for event in trained.rows("events") if event["stage"] == "option"}
+    told = options["prompts of different lengths"]
+    assert (told["requested"], told["engaged"]) == ("auto", False)
+    assert told["why_not"].startswith("padding before a prompt changes what Lfm2ShortConv computes")
+    assert "prompts of different lengths = auto: not engaged, padding" in trained.printed
+    with pytest.raises(SpecError, match=r"CUDA graphs of decode steps = graphs: is not available, .*strict = false"):
+        train(spec | {"engine": {"eager": False}}, name="asked")
