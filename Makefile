@@ -7,6 +7,7 @@ ADAPTERS := .tandem/adapters
 ATROPOS := .tandem/atropos
 SCHEMAS := .tandem/schemas
 REAL := .tandem/real
+CODE := src tests benchmarks examples $(wildcard docs/*.py)
 
 .PHONY: install install-system docs quickstart test test-slow test-again test-all test-wheel test-vllm test-skypilot test-adapters test-atropos test-real getting-started test-s3 test-schemas uploads-cut plan-measured bench-atropos atropos-learns lint format types types-package types-scripts bench gallery sync-kills rollouts-kills run-kills crew-kills control-kills control-budget control-upgrade control-cancels checkpoint-stall env-faults planted-bugs clients test-gpu bench-gpu clean
 
@@ -55,12 +56,12 @@ test-again: install
 test-all: test test-slow
 
 lint: install
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 
 format: install
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
 
 # The second time for scripts that `make test` does not run: a rename must not break them unseen.
 types: types-package types-scripts

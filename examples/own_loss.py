@@ -1,5 +1,5 @@
-"""Losses, an optimizer and a callback of your own: examples/own_loss.toml names a loss for RL and the other two by path,
-examples/own_preference.toml the loss `ipo` for pairs of answers."""
+"""Losses, an optimizer and a callback of your own: examples/own_loss.toml names a loss for RL and the other two by
+path, examples/own_preference.toml the loss `ipo` for pairs of answers."""
 
 from __future__ import annotations
 
