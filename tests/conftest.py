@@ -21,6 +21,7 @@ SLOW = {
     "atropos": "real Atropos environments, where they are installed",
     "real": "a pretrained model, where it is installed",
     "families/test_families.py": "every model family through every capability",
+    "families/test_planned_families.py": "a plan of every model family, beside a step of it",
     "families/test_images.py": "a model that learns from images",
     "schemas": "thousands of requests of schemathesis, where it is installed",
     "faults": "kills, hangs and lies between real processes",

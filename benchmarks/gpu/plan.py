@@ -5,6 +5,7 @@ process of its own, which is ended when it has shown enough steps. What the plan
 an answer on average, and of a prompt. "Trainer" is what that process allocates (`memory/peak`), "card" what all
 processes have of the GPU, looked at ten times a second. A row is written to DIR/plan_gpu_results.json as it comes.
 `--shapes tiny,small --device cpu` is the same on this machine's CPU, with the presets and the embedded engine.
+`--shapes moe,hybrid`, on either: families whose layers no formula describes, with the embedded engine.
 """
 
 from __future__ import annotations
@@ -62,14 +63,36 @@ CASES: dict[str, dict[str, Any]] = {
     "tiny grpo lora": {"activations": "keep", "micro": 1024, "groups": 2, "answer": 64},
     "small sft full": {"activations": "keep", "micro": 1024, "sequences": 4, "length": 256},
     "small grpo lora": {"activations": "keep", "micro": 1024, "groups": 2, "answer": 64},
+    "moe sft full": {"activations": "keep", "micro": 1024, "sequences": 4, "length": 256},
+    "moe sft lora": {"activations": "keep", "micro": 1024, "sequences": 4, "length": 256},
+    "hybrid sft full": {"activations": "keep", "micro": 1024, "sequences": 4, "length": 256},
+    "hybrid sft lora": {"activations": "keep", "micro": 1024, "sequences": 4, "length": 256},
+    "moe grpo full": {"activations": "keep", "micro": 1024, "groups": 2, "answer": 64},
+    "hybrid grpo full": {"activations": "keep", "micro": 1024, "groups": 2, "answer": 64},
 }
+_COMMON = {
+    "vocab_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+COUNTED: dict[str, dict[str, Any]] = {
+    "moe": {**_COMMON, "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 8, "head_dim": 64,
+            "intermediate_size": 1024, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+    "hybrid": {**_COMMON, "model_type": "qwen3_5_text", "hidden_size": 768, "num_hidden_layers": 8, "head_dim": 96,
+               "intermediate_size": 2304, "linear_num_key_heads": 8, "linear_num_value_heads": 8,
+               "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+}  # fmt: skip
+_PER_STEP, _ON_GPU = ("micro", "sequences", "groups"), 8
+"""On a GPU a step of theirs has so many times as much."""
 
 
 def spec_of(name: str, case: dict[str, Any], device: str, python: str, home: Path) -> Any:
     shape, recipe, kind = name.split()
     on_gpu = device == "cuda"
-    model: dict[str, Any] = {"path": str(checkpoint_of(shape))} if on_gpu else {"preset": shape}
+    of_path = on_gpu or shape in COUNTED
+    model: dict[str, Any] = {"path": str(checkpoint_of(shape))} if of_path else {"preset": shape}
     model["activations"] = case["activations"]
+    if shape in COUNTED and on_gpu:
+        model |= {"attention": "packed", "compile": False}
     if kind == "lora":
         model["lora"] = {"rank": 16}
     train: dict[str, Any] = {"steps": 1000, "lr": 1e-6, "micro_tokens": case["micro"], "max_idle_steps": 1000}
@@ -84,7 +107,9 @@ def spec_of(name: str, case: dict[str, Any], device: str, python: str, home: Pat
         return parse_spec({**whole, "recipe": "sft", "data": data, "train": {**train, "batch_size": case["sequences"]}})
     train |= {"groups_per_step": case["groups"], "group_size": 8, "max_tokens": case["answer"], "max_lag": 0}
     whole |= {"recipe": "rl", "environment": {"name": str(VOWELS)}, "eval": {"tasks": 2, "max_tokens": 8}}
-    if on_gpu:
+    if on_gpu and shape in COUNTED:
+        whole |= {"engine": {"kind": "hf", "max_context": 1024}, "sync": {"bridge": "inproc"}}
+    elif on_gpu:
         whole["engine"] = {"kind": "vllm", "python": python, "max_context": 1024, "memory_share": 0.35}
         whole["sync"] = {"bridge": "shared" if kind == "full" else "adapter_broadcast", "deadline_s": 120.0}
     return parse_spec({**whole, "train": train})
@@ -95,7 +120,22 @@ def checkpoint_of(shape: str) -> Path:
 
 
 def full_name(shape: str) -> str:
-    return shape if shape in SHAPES else f"qwen3-{shape}"
+    return shape if shape in SHAPES or shape in COUNTED else f"qwen3-{shape}"
+
+
+def make_checkpoint(shape: str, device: str) -> None:
+    if shape not in COUNTED:
+        random_checkpoint(full_name(shape), checkpoint_of(shape), device=device)
+        return
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = built_model.tokenizer_from_scratch(0)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    module: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**COUNTED[shape], **ends), dtype=torch.bfloat16)
+    module.save_pretrained(checkpoint_of(shape))
+    tokenizer.save_pretrained(checkpoint_of(shape))
 
 
 def write_rows(path: Path, case: dict[str, Any], overhead: int) -> None:
@@ -216,7 +256,7 @@ def main() -> None:
     parser.add_argument("--make", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.make:  # in a process of its own: what it has of the GPU is gone with it
-        random_checkpoint(full_name(arguments.make), checkpoint_of(arguments.make), device=arguments.device)
+        make_checkpoint(arguments.make, arguments.device)
         return
     started, wanted = time.monotonic(), [word for word in arguments.only.split(",") if word]
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -228,8 +268,10 @@ def main() -> None:
         if time.monotonic() - started > arguments.budget_s:
             print(f"{name}: left out, {arguments.budget_s:g} s are over", flush=True)
             continue
-        if arguments.device == "cuda" and not checkpoint_of(shape).exists():
-            subprocess.run([sys.executable, __file__, "--make", shape], check=True)
+        if shape in COUNTED and arguments.device == "cuda":
+            case = {key: value * (_ON_GPU if key in _PER_STEP else 1) for key, value in case.items()}
+        if (shape in COUNTED or arguments.device == "cuda") and not checkpoint_of(shape).exists():
+            subprocess.run([sys.executable, __file__, "--make", shape, "--device", arguments.device], check=True)
         found.append(measure(name, case, arguments.device, arguments.python, arguments.out))
         print(" | ".join(line(found[-1])), found[-1].get("error", ""), flush=True)
         (arguments.out / "plan_gpu_results.json").write_text(json.dumps(found, indent=1))

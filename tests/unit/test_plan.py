@@ -419,6 +419,13 @@ def test_without_a_gpu_a_plan_says_that_it_is_for_another_machine(monkeypatch):
     assert told not in CliRunner().invoke(app, ["plan", str(QUICKSTART), "--gpu", "cpu"]).stdout
 
 
+def test_a_plan_says_that_it_does_not_read_arguments_of_vllm(tmp_path):
+    path, told = checkpoint(tmp_path, "0.6B"), "a plan does not read engine.arguments"
+    given = plan_run(grpo(path, "disk", arguments=["--max-num-batched-tokens", "16384"]), gpu="h200").assumed
+    assert any(each.startswith(told) for each in given)
+    assert not any(each.startswith(told) for each in plan_run(grpo(path, "disk"), gpu="h200").assumed)
+
+
 def test_a_price_table_of_one_s_own_is_taken(tmp_path):
     table = tmp_path / "prices.toml"
     table.write_text("h200 = 100.0\n")

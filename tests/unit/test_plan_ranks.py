@@ -140,6 +140,22 @@ def test_ranks_hold_all_rows_once(ranks):
     assert spread == pytest.approx((4 + 8 + 4 + 20) * (every[0] - every[-1]) / GIB)
 
 
+def test_ranks_update_their_rows_by_an_optimizer_whose_file_says_so(tmp_path):
+    """The file is read, and not run."""
+    (tmp_path / "mine.py").write_text(
+        "raise SystemExit\nclass Rows:\n    by_rows = True\nclass Whole:\n    by_rows: bool = False\n"
+    )
+    rows, whole, adamw = (
+        part(plan_run(of_8b(tmp_path, 2, optimizer=optimizer), gpu="h100", row_tokens=512), "update")
+        for optimizer in (
+            {"kind": "own", "name": f"{tmp_path}/mine.py:Rows"}, {"kind": "own", "name": f"{tmp_path}/mine.py:Whole"},
+            {"kind": "adafactor"},
+        )
+    )  # fmt: skip
+    assert whole == adamw
+    assert rows == pytest.approx(40 * 2**23 / GIB)  # a piece of an update
+
+
 def test_the_owner_of_an_embedding_holds_all_of_it_in_an_update(tmp_path):
     """`Owners.most_numbers` of 8 ranks: the table, and a rank's rows of it and of what other ranks own meanwhile."""
     one, eight = (

@@ -5,6 +5,7 @@ Every error names the field of the spec, the file with its line, the function, a
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib.util
@@ -15,6 +16,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -58,6 +60,31 @@ def load(where: str, name: str) -> Any:
         hint = f"did you mean '{close[0]}'? " if close else ""
         raise SpecError(f"{where} = '{name}': no '{wanted}' in {file}; {hint}It has: {', '.join(own) or 'nothing'}")
     return getattr(module, wanted)
+
+
+def says(name: str, attribute: str) -> bool:
+    """Return whether the class that `name` names sets this attribute to True in its body. The file is read, and not
+    run: False for what only running it would show."""
+    if name.startswith(OBJECT):
+        return False
+    path, wanted = file_of(name), name.rpartition(":")[2]
+    try:
+        return f"{wanted}.{attribute}" in _set_to_true(path, path.stat().st_mtime_ns)
+    except (OSError, SyntaxError, ValueError):  # a run says what is wrong with the file
+        return False
+
+
+@cache
+def _set_to_true(path: Path, _changed_ns: int) -> set[str]:
+    """Return class.attribute of what the classes of a file set to True."""
+    classes = (each for each in ast.parse(path.read_bytes()).body if isinstance(each, ast.ClassDef))
+    lines = ((one.name, each) for one in classes for each in one.body if isinstance(each, ast.Assign | ast.AnnAssign))
+    return {
+        f"{name}.{target.id}"
+        for name, line in lines
+        for target in (line.targets if isinstance(line, ast.Assign) else [line.target])
+        if isinstance(target, ast.Name) and isinstance(line.value, ast.Constant) and line.value.value is True
+    }
 
 
 def check_call(where: str, name: str, function: Any, call: str, *arguments: str, **named: Any) -> None:

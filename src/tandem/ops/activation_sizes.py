@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.counted_shape import CountedShape, LayerCount, Shape
+from tandem.spec.model import LoraSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Pass:
     activations: str = "keep"
     row: int = 0
     compiled: bool = False
+    lora: LoraSpec | None = None
+    """The adapters of `rank`, where a pass is counted."""
 
 
 def layer_bytes(shape: ModelShape, how: Pass) -> float:
@@ -62,8 +66,39 @@ def kept_bytes(shape: ModelShape, how: Pass) -> float:
     return layer_bytes(shape, how)
 
 
-def activation_bytes(shape: ModelShape, how: Pass, tokens: int) -> float:
+def layers_bytes(shape: Shape, how: Pass, tokens: float) -> float:
+    """Return the bytes of all layers if everything is kept."""
+    if isinstance(shape, CountedShape):
+        return sum(_counted(layer, how, tokens) for layer in shape.count(how.width, how.lora).layers)
+    return layer_bytes(shape, how) * shape.layers * tokens
+
+
+def _counted(layer: LayerCount, how: Pass, tokens: float) -> float:
+    """Return the bytes of a counted layer if everything is kept."""
+    if how.compiled:
+        kept = layer.compiled_least if how.activations == "selective" else layer.compiled
+        return kept.bytes(tokens, how.row)
+    masked = layer.repeated.bytes(tokens, how.row) + tokens * how.width * how.row if how.row and layer.attends else 0.0
+    return layer.saved.bytes(tokens, how.row) + masked
+
+
+def _counted_kept(layer: LayerCount, hidden: int, how: Pass, tokens: float) -> float:
+    """Return the bytes of a counted layer that stay until the backward pass."""
+    if how.activations == "recompute":
+        return tokens * how.width * hidden
+    if how.activations == "offload":
+        return 0.0
+    if how.activations == "selective" and not how.compiled:
+        return tokens * how.width * hidden + layer.products.bytes(tokens, how.row)
+    return _counted(layer, how, tokens)
+
+
+def activation_bytes(shape: Shape, how: Pass, tokens: int) -> float:
     """Return the bytes of a micro-batch whose tokens are all trained: layers, last norm, rotary tables."""
+    if isinstance(shape, CountedShape):
+        count = shape.count(how.width, how.lora)
+        kept = sum(_counted_kept(layer, shape.hidden, how, tokens) for layer in count.layers)
+        return kept + count.root.saved.bytes(tokens, how.row) + tokens * how.row
     w, h = how.width, shape.hidden
     last = (4 + (0 if how.rank else w)) * h + 4 + w * h + 4
     tables = 2 * w * shape.head_dim if how.activations in ("keep", "offload") else 0
@@ -72,9 +107,16 @@ def activation_bytes(shape: ModelShape, how: Pass, tokens: int) -> float:
     return tokens * (kept_bytes(shape, how) * shape.layers + last + tables + how.row)
 
 
-def backward_bytes(shape: ModelShape, how: Pass, tokens: int) -> float:
+def backward_bytes(shape: Shape, how: Pass, tokens: int) -> float:
     """Return the extra bytes of one layer in the backward pass: recomputed activations, and gradients that exist at
     once."""
+    if isinstance(shape, CountedShape):
+        layers = shape.count(how.width, how.lora).layers
+        widest = max(layer.widest.bytes(tokens, how.row) for layer in layers)
+        if how.activations == "keep":
+            return widest
+        again = [_counted(each, how, tokens) - _counted_kept(each, shape.hidden, how, tokens) for each in layers]
+        return max(again) + 3 * widest + 2 * tokens * how.width * shape.hidden
     if how.activations == "keep":  # most gradients reuse the memory of activations
         return tokens * how.width * shape.intermediate
     again = layer_bytes(shape, how) - kept_bytes(shape, how)

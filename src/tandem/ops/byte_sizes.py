@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 Dims = tuple[int, ...]
 
@@ -38,6 +38,11 @@ class ModelShape:
     """Parameters of a frozen vision tower beside the decoder."""
     pixels: int = 0
     """The side of the square of an image that becomes a token."""
+    teacher: int = 0
+    """Parameters of a frozen teacher beside the model."""
+    recurrent: ClassVar = False
+    masks: ClassVar = False
+    packs: ClassVar = True
 
     @property
     def query(self) -> int:
@@ -67,6 +72,26 @@ class ModelShape:
         return found + [self.intermediate, self.intermediate, self.hidden] * self.mlp_bias
 
     @property
+    def linear_numbers(self) -> int:
+        """Return the number of parameters of all linear layers but the head."""
+        return sum(map(prod, self.linears.values())) * self.layers
+
+    @property
+    def each_layer(self) -> list[list[Dims]]:
+        """Return the tensors of each layer."""
+        return [[*self.linears.values(), *((size,) for size in self.vectors())]] * self.layers
+
+    @property
+    def root(self) -> list[Dims]:
+        """Return the tensors beside the layers."""
+        return [*self.tables, (self.hidden,)]
+
+    @property
+    def large(self) -> list[Dims]:
+        """Return tensors of which one is the largest."""
+        return self.tables
+
+    @property
     def tables(self) -> list[Dims]:
         """Return the embedding, and the head if it has its own weights."""
         return [(self.vocab, self.hidden)] * (1 if self.tied else 2)
@@ -92,6 +117,14 @@ class ModelShape:
     def held(self) -> int:
         """Return the number of all parameters, those of the tower among them."""
         return self.total + self.tower
+
+    def position_bytes(self, width: int) -> int:
+        """Return the bytes of keys and values of a token."""
+        return position_bytes(self.layers, self.kv_heads, self.head_dim, width)
+
+    def state_bytes(self, width: int) -> int:
+        """Return the bytes of the states of a sequence."""
+        return 0
 
 
 IMAGE_CACHE_BYTES = 2**29

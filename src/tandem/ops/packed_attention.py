@@ -67,7 +67,7 @@ def why_not(module: Any) -> str:
         return f"model.attention = '{config._attn_implementation}'"
     if module.get_input_embeddings().weight.dtype not in (torch.bfloat16, torch.float16):
         return "the kernel computes in 16 bits; set precision.weights = 'bfloat16'"
-    return _why_not_heads(config, multiple=8)
+    return why_not_heads(config, multiple=8)
 
 
 def why_not_steps(module: Any) -> str:
@@ -76,12 +76,13 @@ def why_not_steps(module: Any) -> str:
     config = module.config.get_text_config()
     if config._attn_implementation not in ("sdpa", NAME):
         return f"model.attention = '{config._attn_implementation}'"
-    if why := _why_not_heads(config):
+    if why := why_not_heads(config):
         return why
     return "triton is not installed" if next(module.parameters()).is_cuda and find_spec("triton") is None else ""
 
 
-def _why_not_heads(config: Any, *, multiple: int = 1) -> str:
+def why_not_heads(config: Any, *, multiple: int = 1) -> str:
+    """Return why a kernel does not support the model's heads; empty if it does."""
     if getattr(config, "attn_logit_softcapping", None):
         return "the model's attention has a soft cap"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -21,7 +21,6 @@ from tandem.ops.row_packing import common_prefix
 from tandem.protocols import Environment
 from tandem.rollout.recorded_producer import record, record_answer, record_pair
 from tandem.runs.planner.lengths import Lengths, RecordedGroup
-from tandem.runs.planner.model_shape import NoPlan, read_shape
 from tandem.spec.data import DatasetData
 from tandem.spec.environment import PROMPTS
 from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec, SftSpec
@@ -32,23 +31,24 @@ _ROWS, _CHARACTERS, _PROMPTS = 2000, 4_000_000, 256
 R = TypeVar("R")
 
 
-def read_lengths(spec: RunSpec, environment: Environment | None = None, *, in_a_run: bool = False) -> Lengths:
+def read_lengths(
+    spec: RunSpec, context: int, environment: Environment | None = None, *, in_a_run: bool = False
+) -> Lengths:
     """Return the lengths of a run's rows or prompts, or no lengths with the reason.
 
-    `in_a_run`: the run uses the data and `environment` anyway. Otherwise no data set is downloaded, and no environment
-    is loaded that starts processes or downloads something.
+    `context`: most tokens of a sequence of the model; 0: not known. `in_a_run`: the run uses the data and `environment`
+    anyway. Otherwise no data set is downloaded, and no environment is loaded that starts processes or downloads
+    something.
     """
     try:
         if isinstance(spec, RlSpec):
             return _prompt_lengths(spec, environment or _environment(spec))
-        return _row_lengths(spec, download=in_a_run)
-    except NoPlan:  # the caller cannot plan at all
-        raise
+        return _row_lengths(spec, context, download=in_a_run)
     except TandemError as error:
         return Lengths(f"lengths are assumed, because none could be read: {error}")
 
 
-def _row_lengths(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
+def _row_lengths(spec: SftSpec | PreferenceSpec, context: int, *, download: bool) -> Lengths:
     """Return the lengths of recorded conversations or pairs."""
     data = spec.data
     if isinstance(data, DatasetData) and not download and not Path(data.name).exists():
@@ -57,7 +57,7 @@ def _row_lengths(spec: SftSpec | PreferenceSpec, *, download: bool) -> Lengths:
     bounds = {"max_examples": min(data.max_examples or _ROWS, _ROWS), "allow_bad_rows": True, held_out: ""}
     share = 0.0 if getattr(data, held_out) else data.eval_share
     bounded = data.model_copy(update={**bounds, "eval_share": share})
-    most = min(data.max_tokens or 2**31, read_shape(spec.model).context or 2**31)
+    most = min(data.max_tokens or 2**31, context or 2**31)
     renderer = standalone_engines.renderer(spec.model)
 
     def example(row: Conversation) -> Group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.build import built_model, sight
+from tandem.build import built_model, planned_shape, sight
 from tandem.build.this_machine import vllm_installed
 from tandem.errors import SpecError
 from tandem.io import atomic_write
@@ -44,6 +44,7 @@ def plan_run(
     target = machine(gpu, memory_gib)
     there = Hardware("cuda" if target.on_gpu else "cpu", target.kind, target.memory_gib, vllm=vllm_installed())
     spec, chosen = sight.choose(spec, there)
+    shape = planned_shape.of_run(spec, on_gpu=target.on_gpu)
     lengths_given = prompt_tokens or row_tokens
     planned = plans.plan_run(
         spec,
@@ -53,7 +54,8 @@ def plan_run(
         prompt_tokens=prompt_tokens,
         row_tokens=row_tokens,
         answer_tokens=answer_tokens,
-        lengths=None if lengths_given else read_lengths(spec, environment, in_a_run=in_a_run),
+        lengths=None if lengths_given else read_lengths(spec, shape.context, environment, in_a_run=in_a_run),
+        shape=shape,
     )
     return replace(planned, chosen=chosen, assumed=[*planned.assumed, *([unknown] if unknown else [])])
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
+from tandem.io import own_code
 from tandem.ops import byte_sizes, owner_rounds
 from tandem.ops.activation_sizes import activation_bytes, backward_bytes
-from tandem.ops.byte_sizes import Dims, ModelShape
+from tandem.ops.byte_sizes import Dims
+from tandem.ops.counted_shape import Shape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.lengths import Micro
-from tandem.runs.planner.model_shape import adapter_numbers, read_teacher, trained_tensors
+from tandem.runs.planner.model_shape import adapter_numbers, trained_tensors
 from tandem.runs.planner.rank_share import ALONE, Rank, layer_numbers, leaf_rounds, root_numbers, sums_kept
 from tandem.runs.planner.workload import Work, pass_of, width_of
 from tandem.spec.algorithm import uses_reference
@@ -28,6 +30,8 @@ _FEW_BITS = {"int8": 1.01, "nf4": 0.52}
 _OF_VLLM_GIB = 2.0
 """What vLLM takes of its share beside weights, keys and values. A guess: activations, samplers and graphs."""
 _MERGED_AT_ONCE = 3
+_WHOLE = ("apollo", "muon", "adafactor")
+"""Rules that update a tensor whole."""
 _OFFLOAD_BUFFERS = 3 * 2 * 2**22 * 4
 """Of adamw_offload on the device (optim/adamw_offload.py)."""
 
@@ -41,7 +45,7 @@ class Phase:
     parts: Mapping[str, float]
 
 
-def needed_gib(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, only: str = "") -> float:
+def needed_gib(spec: RunSpec, shape: Shape, work: Work, machine: Machine, only: str = "") -> float:
     """Return what the run takes at most, or its phase of this name does: of one GPU, as each rank has its own, or of
     the host's memory, which all ranks share."""
     ranks = all_ranks(spec)
@@ -59,7 +63,7 @@ def all_ranks(spec: RunSpec) -> list[Rank]:
     return [Rank.of(spec, number) for number in range(spec.parallel.ranks)]
 
 
-def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank: Rank = ALONE) -> list[Phase]:
+def phases(spec: RunSpec, shape: Shape, work: Work, machine: Machine, rank: Rank = ALONE) -> list[Phase]:
     """Return the phases of one rank. An engine of the trainer's own process, or of its device, is the first one's; vLLM
     is where its GPUs are."""
     several = rank.count > 1
@@ -87,7 +91,7 @@ def phases(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank:
     if spec.model.lora is not None:  # adapters are merged into a copy (model/policy.py)
         copy = shape.total * width_of(spec.precision) / _GIB
         if several:  # tensor by tensor: as it was gathered, a copy of it, and what adapters add
-            copy = _MERGED_AT_ONCE * max(map(prod, shape.tables)) * width_of(spec.precision) / _GIB
+            copy = _MERGED_AT_ONCE * max(map(prod, shape.large)) * width_of(spec.precision) / _GIB
         peak = static + engine["awake"] + copy + process
         found.append(Phase("export", peak, {**always, "engine": engine["awake"], "merged copy": copy, **context}))
     return found
@@ -99,7 +103,7 @@ def saves_between_steps(spec: RunSpec) -> bool:
     return every > 0 and (every < spec.train.steps or 0 < best < spec.train.steps)
 
 
-def copied_bytes(spec: RunSpec, shape: ModelShape, rank: Rank = ALONE) -> int:
+def copied_bytes(spec: RunSpec, shape: Shape, rank: Rank = ALONE) -> int:
     """What a checkpoint copies to the host and keeps room for there (train/trainer.py). Of several ranks each copies
     its rows, and the first one what all hold."""
     if spec.model.lora is not None and not rank.leads:
@@ -109,18 +113,18 @@ def copied_bytes(spec: RunSpec, shape: ModelShape, rank: Rank = ALONE) -> int:
     return _trained_bytes(spec, shape, rank) + state + master
 
 
-def checkpoint_bytes(spec: RunSpec, shape: ModelShape) -> int:
+def checkpoint_bytes(spec: RunSpec, shape: Shape) -> int:
     """On the disk: that, and a deployable copy of what is trained."""
     frozen = shape.tower * width_of(spec.precision) if spec.model.lora is None else 0
     return copied_bytes(spec, shape) + _trained_bytes(spec, shape) + frozen
 
 
-def _trained_bytes(spec: RunSpec, shape: ModelShape, rank: Rank = ALONE) -> int:
+def _trained_bytes(spec: RunSpec, shape: Shape, rank: Rank = ALONE) -> int:
     lora = spec.model.lora
     return adapter_numbers(shape, lora) * 4 if lora else rank.held(shape) * width_of(spec.precision)
 
 
-def _staged_bytes(spec: RlSpec, shape: ModelShape, machine: Machine, rank: Rank) -> int:
+def _staged_bytes(spec: RlSpec, shape: Shape, machine: Machine, rank: Rank) -> int:
     """Of a version on its way. Each rank has buckets for its own rows; the first one sends adapters alone, and has the
     base on its host once, whose digests the engine's must equal."""
     staged = spec.sync.staged_bytes(sync_bytes(spec, shape))
@@ -132,7 +136,7 @@ def _staged_bytes(spec: RlSpec, shape: ModelShape, machine: Machine, rank: Rank)
     return (staged + base) * rank.leads
 
 
-def sync_bytes(spec: RlSpec, shape: ModelShape) -> int:
+def sync_bytes(spec: RlSpec, shape: Shape) -> int:
     """What a version moves."""
     if spec.sync.traits.single_copy:
         return 0
@@ -141,27 +145,27 @@ def sync_bytes(spec: RlSpec, shape: ModelShape) -> int:
     return shape.held * width_of(spec.precision)
 
 
-def _load(spec: RunSpec, shape: ModelShape, machine: Machine, rank: Rank) -> Phase:
+def _load(spec: RunSpec, shape: Shape, machine: Machine, rank: Rank) -> Phase:
     """Weights come in 32 bits by way of the host, and are narrowed one after the other. Of a directory, a rank reads
     its own rows; what is made from scratch, or begins with other weights, is whole on every rank first."""
     process = machine.process_gib(adapters=spec.model.lora is not None, ranks=rank.count > 1)
     weights = _weights(spec.model.lora, shape, width_of(spec.precision), rank)
     low = _master(spec.precision, rank.held(shape)) if spec.model.lora is None else 0
-    largest = max(prod(rank.rows(dims)) for dims in shape.tables) * 4
+    largest = max(prod(rank.rows(dims)) for dims in shape.large) * 4
     whole = rank.count == 1 or isinstance(spec.model, PresetModel) or spec.model.warm_start is not None
     there = (weights + low) / _GIB if machine.on_gpu else max(weights + low, 4 * shape.held * whole) / _GIB
     parts = {"weights": weights / _GIB, "one tensor in 32 bits": largest / _GIB, "process": process}
     return Phase("load", there + largest / _GIB * machine.on_gpu + process, parts)
 
 
-def _weights(lora: LoraSpec | None, shape: ModelShape, width: int, rank: Rank) -> int:
+def _weights(lora: LoraSpec | None, shape: Shape, width: int, rank: Rank) -> int:
     if lora is None:
         return (rank.held(shape) + shape.tower) * width
     if rank.count > 1:  # and adapters whole
         return rank.held(shape) * width + adapter_numbers(shape, lora) * 4
     few = _FEW_BITS.get(lora.base, float(width))
-    linears = sum(prod(dims) for dims in shape.linears.values()) * shape.layers
-    return int(linears * few + (shape.held - linears) * width) + adapter_numbers(shape, lora) * 4
+    frozen = shape.linear_numbers * few + (shape.held - shape.linear_numbers) * width
+    return int(frozen) + adapter_numbers(shape, lora) * 4
 
 
 def _master(precision: PrecisionSpec, trained: int) -> int:
@@ -170,13 +174,13 @@ def _master(precision: PrecisionSpec, trained: int) -> int:
     return trained * {"split": 2, "fp32": 4}.get(precision.master, 0)
 
 
-def _updated(shape: ModelShape, lora: LoraSpec | None, rank: Rank) -> list[tuple[Dims, bool]]:
+def _updated(shape: Shape, lora: LoraSpec | None, rank: Rank) -> list[tuple[Dims, bool]]:
     """Of every tensor that a rank updates its dimensions, and whether it is a matrix. Adapters are whole on all."""
     tensors = trained_tensors(shape, lora)
-    return tensors if lora else [(rank.rows(dims), matrix) for dims, matrix in tensors]
+    return [*tensors] if lora else [(rank.rows(dims), matrix) for dims, matrix in tensors]
 
 
-def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None, rank: Rank) -> tuple[int, list[int]]:
+def _state(optimizer: OptimizerSpec, shape: Shape, lora: LoraSpec | None, rank: Rank) -> tuple[int, list[int]]:
     """Bytes of the state, and the sizes of what is updated whole."""
     kind = "apollo" if optimizer.kind == "apollo_mini" else optimizer.kind
     projected = optimizer.rank if isinstance(optimizer, ApolloSpec) else 1
@@ -191,7 +195,7 @@ def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None, r
             total += int(optimizer.state_bytes * prod(dims))
         else:
             total += byte_sizes.state_bytes(rule, dims, projected)
-        if rule in ("apollo", "muon", "adafactor", "own"):
+        if rule in _WHOLE or (isinstance(optimizer, OwnOptimizerSpec) and not own_code.says(optimizer.name, "by_rows")):
             whole[f"{number}"] = tuple(full)
     if lora is None and rank.row_shards > 1:  # each by its owner, in rounds
         rounds = owner_rounds.rounds_of_owners(whole, rank.row_shards)
@@ -199,7 +203,7 @@ def _state(optimizer: OptimizerSpec, shape: ModelShape, lora: LoraSpec | None, r
     return total, [prod(dims) for dims in whole.values()]
 
 
-def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, rank: Rank = ALONE) -> dict[str, float]:
+def _always(spec: RunSpec, shape: Shape, stage: Stage, machine: Machine, rank: Rank = ALONE) -> dict[str, float]:
     lora, width = spec.model.lora, width_of(spec.precision)
     state, _ = _state(stage.optimizer, shape, lora, rank)
     if stage.optimizer.kind == "adamw_offload" and machine.on_gpu:
@@ -214,17 +218,16 @@ def _always(spec: RunSpec, shape: ModelShape, stage: Stage, machine: Machine, ra
         found["images"] = byte_sizes.IMAGE_CACHE_BYTES / _GIB
     if not machine.on_gpu and saves_between_steps(spec):
         found["checkpoint"] = copied_bytes(spec, shape, rank) / _GIB
-    teacher = read_teacher(spec)
     compares = spec.algorithm is not None and uses_reference(spec.algorithm)
-    if teacher is not None:
-        found["teacher"] = teacher.total * width / _GIB
+    if shape.teacher:
+        found["teacher"] = shape.teacher * width / _GIB
     elif compares and lora is None:
         found["reference"] = rank.held(shape) * width / _GIB
     return found
 
 
 def _train(
-    spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine,
+    spec: RunSpec, shape: Shape, stage: Stage, work: Work, always: Mapping[str, float], machine: Machine,
     rank: Rank,
 ) -> Phase:  # fmt: skip
     """The more of two: a micro-batch that begins a step, and one that finds gradients there."""
@@ -236,11 +239,11 @@ def _train(
 
 
 def _micro(
-    spec: RunSpec, shape: ModelShape, stage: Stage, work: Work, micro: Micro, always: Mapping[str, float],
+    spec: RunSpec, shape: Shape, stage: Stage, work: Work, micro: Micro, always: Mapping[str, float],
     machine: Machine, rank: Rank, *, summed: bool,
 ) -> Phase:  # fmt: skip
     lora, width = spec.model.lora, width_of(spec.precision)
-    how = pass_of(spec, micro, on_gpu=machine.on_gpu)
+    how = pass_of(spec, shape, micro, on_gpu=machine.on_gpu)
     whole = [prod(dims) for dims, _ in trained_tensors(shape, lora)]
     tensors = [prod(dims) for dims, _ in _updated(shape, lora, rank)]
     tree = spec.parallel.num_shares > 1
@@ -296,7 +299,7 @@ def _micro(
     return Phase("train", byte_sizes.peak(parts) + freed, {**shown, "freed": freed})
 
 
-def _holes(shape: ModelShape, lora: LoraSpec | None, rank: Rank, width: int) -> int:
+def _holes(shape: Shape, lora: LoraSpec | None, rank: Rank, width: int) -> int:
     """Return the bytes of freed memory that a host keeps in backward of several ranks: between the buffers in which a
     layer's gradients are summed lie the sums, which stay, so the next layer's find no place there."""
     buffer = width * layer_numbers(shape)
@@ -312,7 +315,7 @@ def at_once(spec: RunSpec, stage: Stage, machine: Machine) -> bool:
     return machine.on_gpu and stage.optimizer.kind in ("adamw", "adamw_8bit") and halves
 
 
-def _engine(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank: Rank) -> dict[str, float]:
+def _engine(spec: RunSpec, shape: Shape, work: Work, machine: Machine, rank: Rank) -> dict[str, float]:
     """GiB of this rank's card that engines have, awake and while the trainer steps."""
     if isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec):
         count = machine.on_gpu * engines_beside(spec.engine, rank)
@@ -334,7 +337,7 @@ def _engine(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine, rank
     return {"awake": 0.0, "in training": 0.0}
 
 
-def rows_held(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) -> int:
+def rows_held(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> int:
     """Sequences whose keys and values the engines' memory holds at once. Of one that was started elsewhere, all."""
     engine = spec.engine
     if isinstance(engine, VllmEngineSpec) and machine.on_gpu and not engine.url:
@@ -349,16 +352,16 @@ def rows_held(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) -> 
     return min(work.rows, engine.replicas * max(1, int(room / row_bytes(spec, shape, work))))
 
 
-def share_for(spec: RlSpec, engine: VllmEngineSpec, shape: ModelShape, work: Work, machine: Machine) -> float:
+def share_for(spec: RlSpec, engine: VllmEngineSpec, shape: Shape, work: Work, machine: Machine) -> float:
     """`engine.memory_share` that holds the keys and values of all sequences, in whole hundredths."""
     held = shape.held * width_of(spec.precision) + work.rows / engine.replicas * row_bytes(spec, shape, work)
     return ceil(100 * (held / _GIB / engine.tensor_parallel + _OF_VLLM_GIB) / machine.memory_gib) / 100
 
 
-def row_bytes(spec: RlSpec, shape: ModelShape, work: Work) -> int:
-    """Keys and values of the longest sequence."""
+def row_bytes(spec: RlSpec, shape: Shape, work: Work) -> int:
+    """Keys, values and states of the longest sequence."""
     width = width_of(spec.precision)
-    return work.row_tokens * byte_sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
+    return work.row_tokens * shape.position_bytes(width) + shape.state_bytes(width)
 
 
 def engines_beside(engine: VllmEngineSpec, rank: Rank) -> int:
@@ -372,16 +375,17 @@ def sleeps(spec: RlSpec, engine: VllmEngineSpec) -> bool:
     return engine.sleep == "free" or (engine.sleep == "auto" and spec.train.max_lag == 0)
 
 
-def cache_gib(shape: ModelShape, work: Work, width: int, most_gib: float, *, touched: bool) -> float:
+def cache_gib(shape: Shape, work: Work, width: int, most_gib: float, *, touched: bool) -> float:
     """Of the embedded engine, which grows to what is asked. `touched`: what is written of it alone, as on a CPU."""
-    one = byte_sizes.position_bytes(shape.layers, shape.kv_heads, shape.head_dim, width)
+    one, states_gib = max(1, shape.position_bytes(width)), work.rows * shape.state_bytes(width) / _GIB
     rows, length = work.rows, work.row_tokens + 1
+    most_gib = max(0.0, most_gib - states_gib)
     if not touched:
         rows, length = byte_sizes.cache_held(rows, length, int(most_gib * _GIB / one))
-    return min(rows * length * one / _GIB, max(most_gib, length * one / _GIB))
+    return states_gib + min(rows * length * one / _GIB, max(most_gib, length * one / _GIB))
 
 
-def largest_micro_tokens(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> int:
+def largest_micro_tokens(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> int:
     """The most tokens of one forward and backward that fit; 0 if none do."""
 
     def fits(tokens: int) -> bool:
@@ -394,7 +398,7 @@ def largest_micro_tokens(spec: RunSpec, shape: ModelShape, work: Work, machine: 
     return low // 16 * 16
 
 
-def largest_cache_gib(spec: RunSpec, shape: ModelShape, machine: Machine) -> float:
+def largest_cache_gib(spec: RunSpec, shape: Shape, machine: Machine) -> float:
     """For keys and values beside all that is there between training steps."""
     width = width_of(spec.precision)
     rest = machine.limit_gib

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from tandem.io.gguf.header import read_gguf
 from tandem.io.gguf.source import gguf_of
 from tandem.io.model_path_check import refuse_no_model
 from tandem.ops.byte_sizes import Dims, ModelShape
+from tandem.ops.counted_shape import CountedShape, Shape
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.model import SEEING, LoraSpec, ModelSpec, PresetModel
 from tandem.spec.presets import preset_config
@@ -32,18 +34,22 @@ _QK_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True, f"{
 """Architectures whose layers are known here, and whether queries and keys have norms."""
 
 
-def read_shape(spec: ModelSpec) -> ModelShape:
-    if isinstance(spec, PresetModel):
-        return shape_of({"model_type": "qwen3", **preset_config(spec.preset, BYTE_VOCABULARY)}, spec.preset)
-    return shape_of(read_config(spec.path, spec.revision), spec.path)
-
-
-def read_teacher(spec: RunSpec) -> ModelShape | None:
-    """Of distillation's teacher, where it is there beside the policy."""
+def read_run(spec: RunSpec, shaped: Callable[[Mapping[str, Any], str], Shape] | None = None) -> Shape:
+    """Return the shape of a run's model, with the size of distillation's teacher, where it is there beside the policy.
+    `shaped`: returns the shape for a config; left out, NoPlan for a model whose layers are not known here."""
+    shaped = shaped or shape_of
+    shape = read_shape(spec.model, shaped)
     algorithm = getattr(spec, "algorithm", None)
     if not isinstance(algorithm, DistillSpec) or algorithm.is_served:
-        return None
-    return shape_of(read_config(algorithm.teacher, algorithm.teacher_revision), algorithm.teacher)
+        return shape
+    teacher = shaped(read_config(algorithm.teacher, algorithm.teacher_revision), algorithm.teacher)
+    return replace(shape, teacher=teacher.total)
+
+
+def read_shape(spec: ModelSpec, shaped: Callable[[Mapping[str, Any], str], Shape] | None = None) -> Shape:
+    if isinstance(spec, PresetModel):
+        return shape_of({"model_type": "qwen3", **preset_config(spec.preset, BYTE_VOCABULARY)}, spec.preset)
+    return (shaped or shape_of)(read_config(spec.path, spec.revision), spec.path)
 
 
 def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:
@@ -69,9 +75,18 @@ def read_config(path: str, revision: str = "main") -> Mapping[str, Any]:
         raise NoPlan(f"{file}: cannot be read: {error}") from error
 
 
+def kind_of(config: Mapping[str, Any]) -> str:
+    return str((config.get("text_config") or config).get("model_type", "unknown"))
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Return whether formulas describe the layers of a model with this config."""
+    return kind_of(config) in _QK_NORM
+
+
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
     whole, config = config, config.get("text_config") or config
-    kind = str(config.get("model_type", "unknown"))
+    kind = kind_of(config)
     if kind not in _QK_NORM:
         raise NoPlan(
             f"'{name}': the layers of '{kind}' are not known to the planner, only those of {', '.join(_QK_NORM)}"
@@ -111,8 +126,10 @@ def _tower(vision: Mapping[str, Any]) -> int:
     return width * (patch + 1 + vision["num_position_embeddings"]) + vision["depth"] * block + mergers
 
 
-def trained_tensors(shape: ModelShape, lora: LoraSpec | None) -> list[tuple[Dims, bool]]:
+def trained_tensors(shape: Shape, lora: LoraSpec | None) -> Sequence[tuple[Dims, bool]]:
     """Of every trained tensor its dimensions, and whether it is a matrix for a matrix's optimizer."""
+    if isinstance(shape, CountedShape):
+        return shape.trained(lora)
     if lora is not None:
         return [(dims, True) for dims in adapter_tensors(shape, lora)]
     layer = [(dims, True) for dims in shape.linears.values()] + [((size,), False) for size in shape.vectors()]
@@ -138,5 +155,5 @@ def adapter_tensors(shape: ModelShape, lora: LoraSpec) -> list[Dims]:
     return [each for out, into in adapted for each in ((lora.rank, into), (out, lora.rank))]
 
 
-def adapter_numbers(shape: ModelShape, lora: LoraSpec | None) -> int:
-    return sum(prod(dims) for dims in adapter_tensors(shape, lora)) if lora else 0
+def adapter_numbers(shape: Shape, lora: LoraSpec | None) -> int:
+    return sum(prod(dims) for dims, _ in trained_tensors(shape, lora)) if lora else 0

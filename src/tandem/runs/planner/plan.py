@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import SpecError
-from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.counted_shape import CountedShape, Shape
 from tandem.ops.parts import BY_COLUMNS
 from tandem.runs.planner.calibration import Machine, machine, usd_per_hour
 from tandem.runs.planner.lengths import Lengths
@@ -25,7 +25,7 @@ from tandem.runs.planner.memory import (
     rows_held,
     share_for,
 )
-from tandem.runs.planner.model_shape import adapter_numbers, read_shape
+from tandem.runs.planner.model_shape import adapter_numbers, read_run
 from tandem.runs.planner.rank_share import Rank
 from tandem.runs.planner.step_time import Times, times
 from tandem.runs.planner.workload import Work, work_of
@@ -109,14 +109,18 @@ def plan_run(
     row_tokens: int = 0,
     answer_tokens: float = 0.0,
     lengths: Lengths | None = None,
+    shape: Shape | None = None,
 ) -> Plan:
     """`gpu`: a card of cards.toml, or cpu; left out, what `device` and `profile` of the spec say, and an h200 if they
-    leave the choice. NoPlan for a model whose layers are not known here."""
+    leave the choice. `shape`: of the model (build/planned_shape.py); left out, NoPlan for a model whose layers are not
+    known here."""
     target = machine(gpu or kind_of(spec), memory_gib)
     kind = target.kind
-    shape = read_shape(spec.model)
-    if shape.tower:  # whose layers are not compiled (model/policy.py)
-        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"compile": False})})
+    shape = shape or read_run(spec)
+    attention = spec.model.attention if shape.packs else "sdpa"
+    compiled = spec.model.compile and shape.packs and not shape.tower and not shape.recurrent  # model/forward.py
+    model = spec.model.model_copy(update={"compile": compiled, "attention": attention})
+    spec = spec.model_copy(update={"model": model})
 
     def work_on(spec: RunSpec) -> Work:
         found = work_of(
@@ -164,7 +168,13 @@ def plan_run(
         usd=None if price is None else took.steps_s / 3600 * price * _gpus(spec),
         changes=[] if fits else _changes(spec, shape, work, target),
         faster=_faster(spec, shape, work, target) if fits else [],
-        assumed=[*work.assumed, *_of_links(spec, target), f"constants of '{kind}': {target.source}"],
+        assumed=[
+            *work.assumed,
+            *_of_counts(shape),
+            *_of_arguments(spec),
+            *_of_links(spec, target),
+            f"constants of '{kind}': {target.source}",
+        ],
     )
 
 
@@ -180,7 +190,7 @@ def _of_rank(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
 
 
 def _enough_ranks(
-    spec: RunSpec, shape: ModelShape, work_on: Callable[[RunSpec], Work], target: Machine
+    spec: RunSpec, shape: Shape, work_on: Callable[[RunSpec], Work], target: Machine
 ) -> tuple[dict[int, float], str]:
     """Return the smallest power of two of ranks on which it fits, and GiB a rank; or none, and why."""
     if shape.tower:
@@ -205,6 +215,26 @@ def _enough_ranks(
     return {}, (
         f"on {MOST_RANKS} ranks a rank takes {worst.peak_gib:.1f} GiB, most of it for {part}, {gib:.1f} GiB: {whole}"
     )
+
+
+def _of_counts(shape: Shape) -> list[str]:
+    if not isinstance(shape, CountedShape):
+        return []
+    found = [
+        "activations were counted in a forward pass without values; the seconds were calibrated with dense models, not "
+        "with this family"
+    ]
+    if shape.recurrent:
+        found.append(
+            "torch computes the recurrent layers, of sequences that have 256 tokens or more: a package's kernels keep "
+            "less; shorter sequences may keep more for each token, and a prompt that samples share counts for each"
+        )
+    return found
+
+
+def _of_arguments(spec: RunSpec) -> list[str]:
+    given = isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec) and spec.engine.arguments
+    return ["a plan does not read engine.arguments, which may change vLLM's memory and speed"] if given else []
 
 
 def _of_links(spec: RunSpec, target: Machine) -> list[str]:
@@ -232,19 +262,21 @@ def _trainer(spec: RunSpec, found: Sequence[Phase], target: Machine) -> float:
     return train.peak_gib - train.parts.get("engine", 0.0) * apart - target.context_gib
 
 
-def _parameters(spec: RunSpec, shape: ModelShape) -> dict[str, int]:
+def _parameters(spec: RunSpec, shape: Shape) -> dict[str, int]:
     adapters = adapter_numbers(shape, spec.model.lora)
     trained = adapters if spec.model.lora else shape.total
     beside = {"vision tower": shape.tower, "adapters": adapters}
     return {**shape.numbers, **beside, "total": shape.held + adapters, "trained": trained}
 
 
-def _bridge(spec: RunSpec, shape: ModelShape) -> tuple[str, str]:
+def _bridge(spec: RunSpec, shape: Shape) -> tuple[str, str]:
     if not isinstance(spec, RlSpec):
         return "none", "nothing is sampled"
     summary, ranks = spec.sync.traits.summary, spec.parallel.ranks
     if ranks == 1 or not spec.sync.traits.shares_memory:
         return spec.sync.bridge, summary
+    if isinstance(shape, CountedShape):
+        return spec.sync.bridge, f"{summary}; a plan does not know whether several ranks can share this family's memory"
     cut = {name: dims[name in BY_COLUMNS] for name, dims in shape.linears.items()}
     cut |= {name: dims[0] for name, dims in zip(("embedding", "head"), shape.tables, strict=False)}
     if why_not := why_not_cut(ranks, shape.kv_heads, cut, ("embedding", "head")):
@@ -261,7 +293,7 @@ def _gpus(spec: RunSpec) -> int:
     return spec.parallel.ranks + sum(number >= spec.parallel.row_shards for number in engines)
 
 
-def _faster(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:
+def _faster(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
     """What fits all the same, and why it is slow without."""
     found: list[str] = []
 
@@ -289,7 +321,7 @@ def _faster(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> li
     return found
 
 
-def _changes(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:
+def _changes(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
     """Each alone, those that free most first; and if none is enough, several together."""
     before = needed_gib(spec, shape, work, target)
     found: list[tuple[float, str]] = []
@@ -305,7 +337,7 @@ def _changes(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> l
     return told
 
 
-def _together(spec: RunSpec, shape: ModelShape, work: Work, target: Machine) -> list[str]:
+def _together(spec: RunSpec, shape: Shape, work: Work, target: Machine) -> list[str]:
     """As many of the settings as it takes, the last ones beside a smaller micro-batch."""
     settings: list[str] = []
     while (left := _alternatives(spec)) and len(settings) < 4:
@@ -325,7 +357,7 @@ def _told(peak: float, text: str, target: Machine) -> str:
     return f"--set {text}: {peak:.2f} GiB{', which fits' * (peak <= target.limit_gib)}"
 
 
-def _effect(spec: RunSpec, shape: ModelShape, work: Work, target: Machine, text: str) -> tuple[float, str]:
+def _effect(spec: RunSpec, shape: Shape, work: Work, target: Machine, text: str) -> tuple[float, str]:
     return needed_gib(spec, shape, work, target), text
 
 

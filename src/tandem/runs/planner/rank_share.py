@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from tandem.ops.byte_sizes import Dims, ModelShape, keeps_gathered, sums_by_step
+from tandem.ops.byte_sizes import Dims, keeps_gathered, sums_by_step
+from tandem.ops.counted_shape import Shape
 from tandem.ops.parts import rows_of
 from tandem.spec.parallel import ParallelSpec, settled
 from tandem.spec.run import RlSpec, RunSpec
@@ -49,21 +50,21 @@ class Rank:
     def numbers(self, tensors: Iterable[Dims]) -> int:
         return sum(prod(self.rows(dims)) for dims in tensors)
 
-    def held(self, shape: ModelShape) -> int:
+    def held(self, shape: Shape) -> int:
         """Of the model's parameters."""
         if self.count == 1:
             return shape.total
-        return self.numbers(layer_tensors(shape)) * shape.layers + self.numbers(root_tensors(shape))
+        return sum(map(self.numbers, (*shape.each_layer, shape.root)))
 
-    def keeps(self, shape: ModelShape, width: int, gpu_bytes: float) -> bool:
+    def keeps(self, shape: Shape, width: int, gpu_bytes: float) -> bool:
         """Return whether all weights stay whole from their first use in a step. `width`: bytes of a number."""
         return self.count > 1 and keeps_gathered(self.gather, shape.total * width, gpu_bytes)
 
-    def adds(self, shape: ModelShape, gpu_bytes: float) -> bool:
+    def adds(self, shape: Shape, gpu_bytes: float) -> bool:
         """Return whether it adds up the gradients of its own micro-batches, whole, before they are sent."""
         return self.count > 1 and sums_by_step(self.sums, 4 * shape.total, gpu_bytes)
 
-    def gathered(self, shape: ModelShape, width: int, gpu_bytes: float) -> int:
+    def gathered(self, shape: Shape, width: int, gpu_bytes: float) -> int:
         """Return how many numbers are whole while a micro-batch is computed. The root's stay so until backward ends."""
         if self.count == 1:
             return 0
@@ -75,20 +76,13 @@ class Rank:
 ALONE = Rank()
 
 
-def layer_tensors(shape: ModelShape) -> list[Dims]:
-    return [*shape.linears.values(), *((size,) for size in shape.vectors())]
+def layer_numbers(shape: Shape) -> int:
+    """Return the number of parameters of the largest layer."""
+    return max(sum(map(prod, layer)) for layer in shape.each_layer)
 
 
-def root_tensors(shape: ModelShape) -> list[Dims]:
-    return [*shape.tables, (shape.hidden,)]
-
-
-def layer_numbers(shape: ModelShape) -> int:
-    return sum(map(prod, layer_tensors(shape)))
-
-
-def root_numbers(shape: ModelShape) -> int:
-    return sum(map(prod, root_tensors(shape)))
+def root_numbers(shape: Shape) -> int:
+    return sum(map(prod, shape.root))
 
 
 def leaf_rounds(parallel: ParallelSpec) -> int:

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from math import prod
 
-from tandem.ops.activation_sizes import layer_bytes
-from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.activation_sizes import layers_bytes
+from tandem.ops.counted_shape import CountedShape, Shape
 from tandem.runs.planner.calibration import Machine
 from tandem.runs.planner.memory import all_ranks, at_once, engines_beside, row_bytes, rows_held, sync_bytes
-from tandem.runs.planner.model_shape import adapter_numbers, read_teacher
-from tandem.runs.planner.rank_share import Rank, layer_numbers, leaf_rounds, root_numbers
+from tandem.runs.planner.model_shape import adapter_numbers
+from tandem.runs.planner.rank_share import Rank, leaf_rounds, root_numbers
 from tandem.runs.planner.workload import PROMPT_TOKENS, Work, compiles, packs, pass_of, width_of
 from tandem.spec.algorithm import uses_reference
 from tandem.spec.engine import HfEngineSpec, VllmEngineSpec
@@ -48,7 +48,7 @@ class Times:
     """What the seconds leave out."""
 
 
-def times(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> Times:
+def times(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> Times:
     between = _ranks_s(spec, shape, work, machine)
     train = _train_s(spec, spec.train, shape, _of_a_rank(work), machine) + (between or 0.0)
     rollout = warmup = 0.0
@@ -79,30 +79,29 @@ def _step_s(spec: RunSpec, rollout: float, train: float, sync: float) -> float:
     return max(rollout + train * shares_gpu, train + sync)
 
 
-def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine: Machine) -> float:
+def _train_s(spec: RunSpec, stage: Stage, shape: Shape, work: Work, machine: Machine) -> float:
     """Products, attention, what passes through memory, launches, and the update."""
     lora, kept = spec.model.lora, spec.model.activations
     passes = (2 if lora else 3) + _AGAIN.get(kept, 0)
-    linears = sum(prod(dims) for dims in shape.linears.values()) * shape.layers
+    linears, heads = _multiplied(spec, shape)
     products = 2 * linears * work.step_tokens * passes
     products += 2 * shape.vocab * shape.hidden * work.credited_tokens * (3 if lora else 4)
     if spec.recipe == "preference":
         # The reference; in KTO both models also score as many mismatched answers.
         forwards = {"kto": 3}.get(spec.algorithm.kind, int(uses_reference(spec.algorithm)))
-        products += 2 * shape.total * work.step_tokens * forwards
-    if (teacher := read_teacher(spec)) is not None:
-        products += 2 * teacher.total * work.step_tokens
-    pairs = 4 * shape.query * shape.layers * work.step_tokens * work.attended
+        products += 2 * _active(spec, shape) * work.step_tokens * forwards
+    products += 2 * shape.teacher * work.step_tokens
+    pairs = 4 * heads * work.step_tokens * work.attended
     packed, compiled = (ask(spec, on_gpu=machine.on_gpu) for ask in (packs, compiles))
     alone = _PACKED_ATTENTION if packed else _CAUSAL_ATTENTION
     pairs *= (3.5 + _AGAIN.get(kept, 0)) * (work.masked * _MASKED_ATTENTION + (1 - work.masked) * alone)
     row = round(work.attended) if work.masked else 0
-    how = replace(pass_of(spec, work.micro, on_gpu=machine.on_gpu), activations="keep", row=row)
+    how = replace(pass_of(spec, shape, work.micro, on_gpu=machine.on_gpu), activations="keep", row=row)
     layer_s, passed_gb_s = machine.layer_s, machine.passed_gb_s
     if compiled:
         layer_s, passed_gb_s = machine.compiled_layer_s, machine.compiled_passed_gb_s
     updated_per_s = machine.updated_at_once_per_s if at_once(spec, stage, machine) else machine.updated_per_s
-    passed = layer_bytes(shape, how) * shape.layers * work.step_tokens
+    passed = layers_bytes(shape, how, work.step_tokens)
     micro = max(1, math.ceil(work.step_tokens / max(1, min(work.micro.tokens, stage.micro_tokens))))
     launches = micro * shape.layers * (_LORA_LAUNCHES if lora else 1) * (1 + _AGAIN.get(kept, 0) / 3)
     updated = adapter_numbers(shape, lora) if lora else Rank.of(spec, 0).held(shape)
@@ -116,7 +115,22 @@ def _train_s(spec: RunSpec, stage: Stage, shape: ModelShape, work: Work, machine
     )
 
 
-def _rollout_s(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) -> float:
+def _multiplied(spec: RunSpec, shape: Shape) -> tuple[float, float]:
+    """Return the numbers of all linear layers that a token is multiplied with, and of all heads."""
+    if isinstance(shape, CountedShape):
+        count = shape.count(width_of(spec.precision), None)
+        return count.products, count.heads
+    return shape.linear_numbers, shape.query * shape.layers
+
+
+def _active(spec: RunSpec, shape: Shape) -> float:
+    """Return the number of parameters that compute a token: of experts, those that it is sent to."""
+    if isinstance(shape, CountedShape):
+        return _multiplied(spec, shape)[0] + shape.vocab * shape.hidden
+    return shape.total
+
+
+def _rollout_s(spec: RlSpec, shape: Shape, work: Work, machine: Machine) -> float:
     """A row takes a token a step, and a step reads all weights and the keys and values of every row. There are as many
     steps as the longest answer has tokens, however few rows are left by then."""
     replicas = getattr(spec.engine, "replicas", 1)
@@ -126,11 +140,11 @@ def _rollout_s(spec: RlSpec, shape: ModelShape, work: Work, machine: Machine) ->
         rows *= min(1.0, work.credited_tokens / (work.sequences * work.answer_tokens))  # that are left on average
     seen = row_bytes(spec, shape, work) * rows / 2
     read_s = (shape.total * width_of(spec.precision) + seen) / (machine.bandwidth_gb_s * 1e9)
-    computed_s = 2 * shape.total * rows / machine.prefill_flops
+    computed_s = 2 * _active(spec, shape) * rows / machine.prefill_flops
     launch = machine.decode_step_s if spec.model.lora is None else machine.decode_step_lora_s
     launch += rows * machine.decode_row_s
     prompts = work.sequences / spec.train.group_size * (work.row_tokens - work.answer_tokens)
-    prefill_s = 2 * shape.total * prompts / machine.prefill_flops
+    prefill_s = 2 * _active(spec, shape) * prompts / machine.prefill_flops
     decode_s = waves * work.answer_tokens * max(launch, read_s, computed_s)
     if isinstance(spec.engine, HfEngineSpec):  # one process plays, samples and trains
         return prefill_s + decode_s + work.sequences * machine.embedded_episode_s
@@ -143,7 +157,7 @@ def _of_a_rank(work: Work) -> Work:
     return replace(work, step_tokens=work.rank_tokens, credited_tokens=credited)
 
 
-def _ranks_s(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> float | None:
+def _ranks_s(spec: RunSpec, shape: Shape, work: Work, machine: Machine) -> float | None:
     """Of each round: weights are gathered for forward and, the layers', again for backward, unless they are kept for
     the step; gradients are sent to the ranks that hold their rows, and those of adapters to all. Nothing is taken
     off for what goes on meanwhile."""
@@ -152,7 +166,7 @@ def _ranks_s(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> 
         return 0.0
     if not machine.link_gb_s or ranks > min(_ON_ONE_HOST, spec.parallel.row_shards):
         return None
-    layers = layer_numbers(shape) * shape.layers
+    layers = sum(map(prod, (dims for layer in shape.each_layer for dims in layer)))
     gathered = work.rounds * width * (2 * layers + root_numbers(shape))
     rank = Rank.of(spec, 0)
     if rank.keeps(shape, width, machine.gpu_bytes):
@@ -167,7 +181,7 @@ def _ranks_s(spec: RunSpec, shape: ModelShape, work: Work, machine: Machine) -> 
     return sent / (machine.link_gb_s * 1e9)
 
 
-def _sync_s(spec: RlSpec, shape: ModelShape, machine: Machine) -> float | None:
+def _sync_s(spec: RlSpec, shape: Shape, machine: Machine) -> float | None:
     if spec.sync.bridge not in machine.sync:
         return None
     fixed, gb_s = machine.sync[spec.sync.bridge]

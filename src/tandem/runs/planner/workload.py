@@ -9,7 +9,7 @@ from typing import Literal
 
 from tandem.ops import byte_sizes
 from tandem.ops.activation_sizes import Pass, activation_bytes, backward_bytes
-from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.counted_shape import Shape
 from tandem.ops.row_packing import busiest
 from tandem.runs.planner.lengths import Lengths, Micro, recorded_steps
 from tandem.runs.planner.rank_share import sums_kept
@@ -86,12 +86,13 @@ def compiles(spec: RunSpec, *, on_gpu: bool) -> bool:
     return packs(spec, on_gpu=on_gpu) and spec.model.compile and exact and spec.model.activations != "offload"
 
 
-def pass_of(spec: RunSpec, micro: Micro, *, on_gpu: bool) -> Pass:
+def pass_of(spec: RunSpec, shape: Shape, micro: Micro, *, on_gpu: bool) -> Pass:
     """Return how a micro-batch is computed."""
     kept = "keep" if spec.model.activations == "offload" and not on_gpu else spec.model.activations
     rank = spec.model.lora.rank if spec.model.lora else 0
-    row = micro.row if micro.masked else 0
-    return Pass(width_of(spec.precision), rank, kept, row, compiles(spec, on_gpu=on_gpu))
+    masked = micro.masked or (shape.masks and not packs(spec, on_gpu=on_gpu))
+    compiled = compiles(spec, on_gpu=on_gpu)
+    return Pass(width_of(spec.precision), rank, kept, micro.row if masked else 0, compiled, spec.model.lora)
 
 
 def width_of(precision: PrecisionSpec) -> int:
@@ -100,7 +101,7 @@ def width_of(precision: PrecisionSpec) -> int:
 
 def work_of(
     spec: RunSpec,
-    shape: ModelShape,
+    shape: Shape,
     answer_share: float,
     *,
     prompt_tokens: int = 0,
@@ -145,7 +146,7 @@ def _on_pairs(spec: SftSpec | PreferenceSpec) -> bool:
     return spec.recipe == "preference" and spec.algorithm.kind != "kto"
 
 
-def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Lengths, packed: bool, on_gpu: bool) -> Work:
+def _recorded(spec: SftSpec | PreferenceSpec, shape: Shape, lengths: Lengths, packed: bool, on_gpu: bool) -> Work:
     """Of data that was read: the very micro-batches of the steps to come."""
     stage, pairs = spec.train, _on_pairs(spec)
     shares = (
@@ -161,7 +162,7 @@ def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Length
     )  # fmt: skip
 
     def held(micro: Micro) -> float:
-        how = pass_of(spec, micro, on_gpu=on_gpu)
+        how = pass_of(spec, shape, micro, on_gpu=on_gpu)
         return activation_bytes(shape, how, micro.tokens) + backward_bytes(shape, how, micro.tokens)
 
     ranks = spec.parallel.ranks
@@ -197,7 +198,7 @@ def _recorded(spec: SftSpec | PreferenceSpec, shape: ModelShape, lengths: Length
 def _rl(
     spec: RlSpec,
     stage: RlStage,
-    shape: ModelShape,
+    shape: Shape,
     answer_share: float,
     prompt_tokens: int,
     prompts: Sequence[int],

@@ -1,0 +1,135 @@
+"""A plan of every family of docs/families.md: what it holds and computes, against the trainer's own."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from family_models import FAMILIES, Bench
+
+from tandem.build import built_model, planned_shape, training
+from tandem.engine.hf.cache_room import try_states
+from tandem.errors import SpecError
+from tandem.ops.counted_shape import CountedShape, Shape
+from tandem.recipes.plan_run import plan_run
+from tandem.runs.planner.model_shape import NoPlan, trained_tensors
+from tandem.spec.load import parse_spec
+from tandem.spec.model import LoraSpec, PathModel
+from tandem.spec.precision import Float32Precision
+from tandem.types import Trajectory
+
+NO_ADAPTERS = ("Falcon-H1",)
+LLAMA4 = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_local_experts": 2}
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Bench] = {}
+
+    def bench(name: str) -> Bench:
+        if name not in made:
+            made[name] = Bench(FAMILIES[name], tmp_path_factory.mktemp("family"))
+        return made[name]
+
+    return bench
+
+
+def shape_of(bench: Bench) -> Shape:
+    config = json.loads((bench.path / "config.json").read_text())
+    return planned_shape.of_config(config, "model", on_gpu=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_knows_every_parameter_of_a_family(benches, name):
+    bench = benches(name)
+    shape, module = shape_of(bench), bench.plain()
+    assert shape.held == sum(tensor.numel() for tensor in module.parameters())
+    if isinstance(shape, CountedShape):
+        tensors = [*shape.root, *(dims for layer in shape.each_layer for dims in layer)]
+        assert sorted(tensors) == sorted(tuple(tensor.shape) for tensor in module.parameters())
+
+
+def spec_of(bench: Bench, lora: LoraSpec | None = None, **more: Any) -> Any:
+    """`more`: of [train]."""
+    model = {"path": str(bench.path), **({"lora": lora.model_dump()} if lora else {})}
+    data, train = {"path": "rows.jsonl"}, {"steps": 1, "lr": 1e-3, **more}
+    return parse_spec({"recipe": "sft", "device": "cpu", "model": model, "data": data, "train": train})
+
+
+def batches(spec: Any, model: built_model.BuiltModel, rows: int, length: int) -> Any:
+    rng, trained = random.Random(0), [False] + [True] * (length - 1)
+    ids = [[rng.randrange(256) for _ in range(length)] for _ in range(rows)]
+    groups = [[Trajectory(each, trained, [0.0] * length, [-1] * length)] for each in ids]
+    return training.batches(spec.train, model, training.sft_algorithm())(groups, 0)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["all", "lora"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("Llama 4", *NO_ADAPTERS)])
+def test_what_a_step_of_a_family_accounts_for_is_planned(benches, name, lora):
+    planned_step(benches(name), lora, has_activations=name != "Mistral")  # whose formula knows no sliding window
+
+
+@pytest.mark.parametrize("name", NO_ADAPTERS)
+def test_a_plan_refuses_adapters_as_a_run_does(benches, name):
+    planned_step(benches(name), None)
+    with pytest.raises(SpecError) as refused:
+        built_model.model(spec_of(benches(name), LoraSpec()).model, Float32Precision(), 0, torch.device("cpu"))
+    with pytest.raises(SpecError, match=re.escape(str(refused.value))):
+        plan_run(spec_of(benches(name), LoraSpec(), batch_size=1), gpu="cpu", row_tokens=64)
+
+
+def planned_step(bench: Bench, lora: LoraSpec | None, *, has_activations: bool = True) -> None:
+    rows, length = 2, 256
+    spec = spec_of(bench, lora, batch_size=rows, micro_tokens=rows * length)
+    model = built_model.model(spec.model, spec.precision, 0, torch.device("cpu"))
+    tensors, tables = model.policy.trainable(), model.policy.tables()
+    ours = [(tuple(tensor.shape), tensor.ndim > 1 and name not in tables) for name, tensor in tensors]
+    assert sorted(trained_tensors(shape_of(bench), lora)) == sorted(ours)
+    trainer = training.trainer(spec.train, model, training.sft_algorithm(), 0, 0)
+    found = trainer.step(batches(spec, model, rows, length))
+    plan = plan_run(spec, gpu="cpu", row_tokens=length)
+    train = next(each for each in plan.phases if each.name == "train")
+    for part in ("weights", "optimizer", "gradients", "logits", *(["activations"] * has_activations)):
+        assert train.parts[part] == pytest.approx(found[f"memory/{part}"], rel=0.03, abs=5e-5), part
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Jamba", "Granite 4", "OLMo hybrid"])
+def test_a_plan_knows_the_states_that_the_embedded_engine_keeps(benches, name):
+    model = benches(name).built()
+    layers = model.policy.module.config.num_hidden_layers
+    row_bytes, _ = try_states(model.policy.head, layers, model.policy.head.linear.weight)
+    assert shape_of(benches(name)).state_bytes(4) == row_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("Qwen3-MoE", 4 * 2 * 2 * 32), ("Qwen3.5", 2 * 2 * 32), ("gpt-oss", 4 * 2 * 2 * 32), ("DeepSeek-V3", 4 * 576)],
+)
+def test_only_layers_with_attention_keep_keys_and_values(benches, name, numbers):
+    """Layers, keys and values, heads, numbers of a head; of MLA what keys and values are computed from."""
+    assert shape_of(benches(name)).position_bytes(4) == 4 * numbers
+
+
+def test_a_token_is_multiplied_with_its_experts_alone(benches):
+    shape = shape_of(benches("Qwen3-MoE"))
+    assert isinstance(shape, CountedShape)
+    experts = shape.numbers["experts"] * 2 / 4  # two of four
+    assert shape.count(4, None).products == shape.numbers["attention"] + shape.numbers["mlp"] + experts
+
+
+def test_a_plan_says_what_it_does_not_know_of_a_family(benches, tmp_path):
+    spec = spec_of(benches("Qwen3.5"), batch_size=1)
+    told = "\n".join(plan_run(spec, gpu="cpu", row_tokens=64).assumed)
+    assert "not with this family" in told
+    assert "torch computes the recurrent layers" in told
+    for config, why in (
+        ({"model_type": "nonesuch"}, "'nonesuch' are not known to the planner, and the layers cannot.*KeyError"),
+        ({"model_type": "llama4_text", **LLAMA4}, "a forward pass cannot be counted from its config: AttributeError"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(NoPlan, match=why):
+            plan_run(spec.model_copy(update={"model": PathModel(path=str(tmp_path))}), gpu="cpu", row_tokens=64)
