@@ -93,18 +93,29 @@ def main() -> None:
 
 def small_hybrid(name: str) -> Any:
     kind, small, _ = FAMILIES[name]
-    return _made(kind, {**SMALL, **small}, torch.float32)
+    return _made(_config(kind, {**SMALL, **small}), torch.float32)
 
 
 def large_hybrid(name: str) -> Any:
+    return _made(hybrid_config(name), torch.bfloat16)
+
+
+def hybrid_config(name: str, **sizes: int) -> Any:
+    """Return the config of a large hybrid, or of one with other sizes."""
     kind, _, large = FAMILIES[name]
-    return _made(kind, {**LARGE, **large}, torch.bfloat16)
+    given = {**LARGE, **large, **sizes}
+    if kinds := given.get("layer_types"):
+        given["layer_types"] = [kinds[number % len(kinds)] for number in range(given["num_hidden_layers"])]
+    return _config(kind, given)
 
 
-def _made(kind: str, sizes: dict[str, Any], dtype: torch.dtype) -> Any:
+def _config(kind: str, sizes: dict[str, Any]) -> Any:
     import transformers
 
-    config = getattr(transformers, kind)(**sizes, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True)
+    return getattr(transformers, kind)(**sizes, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True)
+
+
+def _made(config: Any, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

@@ -98,7 +98,7 @@ async def case(shape: str, streams: int, asked: argparse.Namespace) -> dict[str,
         engine: Any = standalone_engines.embedded(spec, model, inline=True)
         engine._end_ids = frozenset()
         if way == "apart":
-            engine.passes._room = engine.passes._room._replace(why_apart="asked for")
+            engine.passes._most_padding = 0
         rounds = [await answers(engine, model.num_ids, streams, asked) for _ in range(asked.rounds + 1)]
         rates = [streams * asked.tokens / seconds for seconds, _ in rounds]
         given[way] = rounds[-1][1]

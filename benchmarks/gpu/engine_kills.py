@@ -218,7 +218,7 @@ def found_in(run: Run, kills: list[dict[str, Any]]) -> dict[str, Any]:
         each["cut"] = sum(row["cut"] in each["gone"] for row in cut)
     tasks = Vowels().tasks("train")
     ticket = task_order(len(tasks), SEED)
-    expected = [tasks[ticket(number)].id for number in range(asked.steps * asked.groups)]
+    expected = [tasks[ticket(number)].id for number in range(len(steps) * asked.groups)]
     lost, odd_groups = lost_groups(steps, expected, SIZE)
     tokens, unproven, odd_tokens = unproven_tokens(steps, ledger, asked.max_lag)
     audit, seconds = audit_sync(run.directory), [row["time/step_s"] for row in rows]

@@ -25,9 +25,10 @@ from tandem.ops import attention_masks
 from tandem.ops.lm_head import Head
 from tandem.ops.row_packing import micro_batches
 
-_AS_A_PASS = {"cpu": 32}
-"""Positions of padding that take as long as another pass; 512 on a GPU. On an H200 they are 8,000 for a model of 0.2B,
-as a pass is hundreds of launches, and fewer the larger a model is."""
+_PADDING = {"cpu": 32}
+"""Most positions of padding in a pass of a hybrid: another pass takes as long. 6,000 on a GPU, or fewer of a large
+model (benchmarks/gpu/prefill_passes.py)."""
+_OF_LARGE_MODELS = 1e13  # by its parameters
 
 
 class Passes:
@@ -38,6 +39,9 @@ class Passes:
         graph."""
         self._head, self._room, self._device = head, room, device
         layers: int = module.config.get_text_config().num_hidden_layers
+        numbers = sum(each.numel() for each in module.parameters())
+        most_padding = _PADDING.get(device.type, min(6000, int(_OF_LARGE_MODELS / numbers)))
+        self._most_padding = 0 if room.why_apart else most_padding
         rows = room.max_running + 1  # the last row is for an urgent request
         self.cache, self.state, self.adapters = room.cache(layers), RowState(rows, device), MixedAdapters(module, rows)
         self.steps: DecodeSteps | None = None
@@ -87,8 +91,8 @@ class Passes:
         groups = [[*wave]]
         if self._room.has_states:
             prompts = list({request.begun: None for request in wave})  # equal ones are computed once
-            most = 0 if self._room.why_apart else _AS_A_PASS.get(self._device.type, 512)
-            parts = micro_batches([len(prompt.ids) for prompt in prompts], self._room.positions, most)
+            lengths = [len(prompt.ids) for prompt in prompts]
+            parts = micro_batches(lengths, self._room.positions, self._most_padding)
             place = {prompts[index]: number for number, part in enumerate(parts) for index in part}
             groups = [[request for request in wave if place[request.begun] == number] for number in range(len(parts))]
         return [sorted(group, key=lambda request: self.adapters.place(request.adapter)) for group in groups]
