@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from functools import partial
 from threading import Lock
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -294,15 +293,32 @@ def hidden_of(module: Any, row: int, **more: Any) -> Tensor:
         return module.base_model(input_ids=ids_1T, position_ids=positions_T[None], **given).last_hidden_state
 
 
+_ON_META = (
+    (masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
+    (moe, "_grouped_mm", _by_experts),
+    (torch, "autocast", lambda *_, **__: nullcontext()),  # of adapted experts
+)
+"""Functions of libraries that ask for values, or for what the meta device has not, and what stands for them there."""
+
+
 @contextmanager
 def _without_values() -> Iterator[None]:
-    """Let libraries ask for no value of a tensor, and for nothing that the meta device has not."""
-    with (
-        patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-        patch.object(moe, "_grouped_mm", _by_experts),
-        patch.object(torch, "autocast", lambda *_, **__: nullcontext()),  # of adapted experts
-    ):
+    """Replace these functions where they are called for the meta device; other threads may train meanwhile."""
+    theirs = [getattr(owner, name) for owner, name, _ in _ON_META]
+    for (owner, name, ours), other in zip(_ON_META, theirs, strict=True):
+        setattr(owner, name, partial(_either, ours, other))
+    try:
         yield
+    finally:
+        for (owner, name, _), other in zip(_ON_META, theirs, strict=True):
+            setattr(owner, name, other)
+
+
+def _either(ours: Any, theirs: Any, *given: Any, **named: Any) -> Any:
+    for each in (*given, *named.values()):
+        if each.is_meta if isinstance(each, Tensor) else each == "meta":
+            return ours(*given, **named)
+    return theirs(*given, **named)
 
 
 def _storage(tensor: Tensor) -> int:
