@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import re
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,11 +17,13 @@ from family_models import FAMILIES, Bench
 from tandem.build import built_model, planned_shape, training
 from tandem.engine.hf.cache_room import try_states
 from tandem.errors import SpecError
+from tandem.model import meta_count
 from tandem.ops.counted_shape import CountedShape, Shape
 from tandem.recipes.plan_run import plan_run
 from tandem.runs.planner.model_shape import NoPlan, trained_tensors
 from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec, PathModel
+from tandem.spec.parallel import ParallelSpec
 from tandem.spec.precision import Float32Precision
 from tandem.types import Trajectory
 
@@ -94,7 +99,7 @@ def planned_step(bench: Bench, lora: LoraSpec | None, *, has_activations: bool =
     plan = plan_run(spec, gpu="cpu", row_tokens=length)
     train = next(each for each in plan.phases if each.name == "train")
     for part in ("weights", "optimizer", "gradients", "logits", *(["activations"] * has_activations)):
-        assert train.parts[part] == pytest.approx(found[f"memory/{part}"], rel=0.03, abs=5e-5), part
+        assert train.parts[part] == pytest.approx(found[f"memory/{part}"], rel=0.03, abs=1e-5), part
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Jamba", "Granite 4", "OLMo hybrid"])
@@ -118,7 +123,57 @@ def test_a_token_is_multiplied_with_its_experts_alone(benches):
     shape = shape_of(benches("Qwen3-MoE"))
     assert isinstance(shape, CountedShape)
     experts = shape.numbers["experts"] * 2 / 4  # two of four
-    assert shape.count(4, None).products == shape.numbers["attention"] + shape.numbers["mlp"] + experts
+    assert shape.count(4, None).products == shape.numbers["attention"] + shape.numbers["routers"] + experts
+
+
+def test_a_model_that_computes_meanwhile_is_left_alone(benches):
+    bench = benches("Qwen3-MoE")
+    module, ids = bench.plain(), torch.arange(40)[None]
+    with torch.no_grad():
+        expected = module(ids).logits
+        with meta_count._without_values(meta_count.meta_model(module.config.to_dict(), "model")):
+            assert torch.equal(module(ids).logits, expected)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert not torch.equal(module(ids).logits, expected)
+
+
+def test_a_kernel_of_a_package_is_not_asked_to_count(benches, monkeypatch):
+    """It is bound where transformers' module is imported, and looks at what is not there on the meta device."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+    from transformers.models.lfm2 import modeling_lfm2
+
+    def causal_conv1d_fn(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError(f"Expected a GPU, got {x.device}")
+
+    package = ModuleType("a_package_with_a_kernel")
+    package.__dict__["causal_conv1d_fn"] = causal_conv1d_fn
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    in_torch = inspect.unwrap(modeling_lfm2.causal_conv1d_fn)
+    bound = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", package.__name__)(in_torch)
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", bound)
+    bench = benches("LFM2")
+    config = {**json.loads((bench.path / "config.json").read_text()), "max_position_embeddings": 257}  # not counted yet
+    shape = planned_shape.of_config(config, "model", on_gpu=False)
+    assert isinstance(shape, CountedShape)
+    assert shape.count(4, None).products > 0
+    assert modeling_lfm2.causal_conv1d_fn is bound
+
+
+def test_several_ranks_are_refused_as_by_a_run(benches):
+    spec = spec_of(benches("Qwen3-MoE"), batch_size=2)
+    with pytest.raises(
+        SpecError, match=r"parallel\.ranks = 2: Qwen3MoeForCausalLM makes its weights of several tensors"
+    ):
+        plan_run(spec.model_copy(update={"parallel": ParallelSpec(ranks=2)}), gpu="h200", row_tokens=64)
+    plan = plan_run(spec, gpu="h200", row_tokens=64, memory_gib=0.7)
+    assert not plan.fits
+    assert "makes its weights of several tensors" in plan.why_no_ranks
+
+
+def test_more_layers_than_any_model_has_are_not_built(benches):
+    config = {**json.loads((benches("LFM2").path / "config.json").read_text()), "num_hidden_layers": 100_000}
+    with pytest.raises(NoPlan, match="num_hidden_layers = 100000: up to 1,000 layers are counted"):
+        planned_shape.of_config(config, "model", on_gpu=False)
 
 
 def test_a_plan_says_what_it_does_not_know_of_a_family(benches, tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, TypeVar
 
-from tandem.errors import TandemError
+from tandem.errors import SpecError, TandemError
 from tandem.ops.byte_sizes import Dims
 from tandem.ops.counted_shape import CountedShape, PassCount, Shape
 from tandem.runs.planner.model_shape import NoPlan, is_known, read_run, shape_of
@@ -16,6 +16,7 @@ from tandem.spec.model import LoraSpec
 from tandem.spec.run import RunSpec
 
 R = TypeVar("R")
+_MOST_LAYERS = 1000
 
 
 def of_run(spec: RunSpec, *, on_gpu: bool) -> Shape:
@@ -30,16 +31,19 @@ def of_config(config: Mapping[str, Any], name: str, *, on_gpu: bool) -> Shape:
 
 @cache
 def _counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
-    kind = str(json.loads(config_json).get("model_type", "unknown"))
+    config = json.loads(config_json)
+    kind = str(config.get("model_type", "unknown"))
+    if (layers := (config.get("text_config") or config).get("num_hidden_layers") or 0) > _MOST_LAYERS:
+        raise NoPlan(f"'{name}': num_hidden_layers = {layers}: up to {_MOST_LAYERS:,} layers are counted")
 
     def asked(what: str, ask: Callable[[Any], R], *adapted: Any) -> R:
         """Ask a model without weights, whose own code runs here. `adapted`: how model/meta_count.py changes it."""
-        try:
-            from tandem.model import meta_count
+        from tandem.model import meta_count
 
+        try:
             module = meta_count.meta_model(json.loads(config_json), name)
             return ask(meta_count.with_adapters(module, *adapted) if adapted else module)
-        except TandemError:
+        except (TandemError, AssertionError, ModuleNotFoundError):
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {str(error)[:300]}"
@@ -92,7 +96,7 @@ def _shape(module: Any, *, trained: Any, count: Any, cached: Any, on_gpu: bool) 
     return CountedShape(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
-        context=config.max_position_embeddings or 0,
+        context=getattr(config, "max_position_embeddings", 0) or 0,
         numbers=dict(numbers),
         each_layer=[[tuple(each.shape) for each in layer.parameters()] for layer in layers],
         root=[tuple(each.shape) for each in module.parameters() if id(each) not in in_layers],
@@ -103,7 +107,18 @@ def _shape(module: Any, *, trained: Any, count: Any, cached: Any, on_gpu: bool) 
         trained=trained,
         count=count,
         cached=cached,
+        why_not_rows=_why_not_rows(module),
     )
+
+
+def _why_not_rows(module: Any) -> str:
+    from tandem.model.load_rows import refuse_converted
+
+    try:
+        refuse_converted(module, "", "model.path")
+    except SpecError as error:
+        return str(error).partition(": ")[2]
+    return ""
 
 
 def _cached_bytes(module: Any) -> tuple[int, int]:

@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tandem.build import planned_shape
 from tandem.errors import SpecError
-from tandem.runs.planner.model_shape import NoPlan, read_config
+from tandem.runs.planner.model_shape import NoPlan, read_config, shape_of
 from tandem.spec import hardware
 from tandem.spec.model import SEEING, ModelSpec, PresetModel
 from tandem.spec.run import RlSpec, RunSpec
@@ -60,9 +59,8 @@ def choose(spec: RunSpec, machine: hardware.Hardware) -> tuple[RunSpec, list[har
     """Choose what the spec leaves out. SpecError for what does not support its model, before anything is loaded."""
     config, weights = _config(spec), 0
     sees = config.get("model_type") == SEEING
-    if config and isinstance(spec, RlSpec) and machine.kind == "cuda":  # nothing else depends on it
-        with suppress(NoPlan):
-            weights = planned_shape.of_config(config, "model.path", on_gpu=True).total
+    with suppress(NoPlan):
+        weights = shape_of(config, "model.path").total
     found = hardware.choose(spec, machine, sees=sees, weights=weights)
     refuse_unsupported(found[0], sees)
     return found

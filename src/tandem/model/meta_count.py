@@ -2,23 +2,26 @@
 
 The module is on torch's meta device, where tensors have a shape and no values. One row is computed as the trainer
 computes it, layer by layer, and what autograd saves is counted, each storage once, as train/memory_accounting.py does.
-Attention is only noted, as a kernel has it: the kernels' own choice needs a device.
+Attention is recorded as a kernel saves it, for choosing a kernel needs a device.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
+from peft.tuners.lora import layer as lora_layer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-from transformers.integrations import moe
+from transformers.integrations import hub_kernels, moe
 from transformers.masking_utils import sdpa_mask
 
 from tandem.model.cast_precision import narrow
@@ -48,6 +51,7 @@ def meta_model(config: Mapping[str, Any], name: str) -> Any:
     made = kind.from_dict(kind._decode_special_floats(dict(config)))
     refuse_other_images(made, name, "model.path")
     attention = supported_attention(made, "sdpa")
+    made.get_text_config().pad_token_id = None  # with one, old families look for it among the ids
     with _META:
         module: Any = AutoModelForCausalLM.from_config(
             made, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
@@ -86,6 +90,8 @@ def component_of(module: Any, name: str, tensor: Tensor) -> str:
         return "norms and biases"
     if "experts" in parts:
         return "experts"
+    if any(part in ("gate", "router", "shared_expert_gate") for part in parts[-2:-1]):
+        return "routers"
     if any(part in ("linear_attn", "mamba", "conv", "short_conv") for part in parts):
         return "recurrent layers"
     return "attention" if any("attn" in part or "attention" in part for part in parts) else "mlp"
@@ -289,36 +295,50 @@ def hidden_of(module: Any, row: int, **more: Any) -> Tensor:
         mask = attention_masks.of_prompts(config, positions_T)
     given = {"attention_mask": mask, "use_cache": False, **more}
     ids_1T = torch.zeros(1, row, dtype=torch.long, device=_META)
-    with _LOCK, _without_values():
+    with _LOCK, _without_values(module):
         return module.base_model(input_ids=ids_1T, position_ids=positions_T[None], **given).last_hidden_state
 
 
-_ON_META = (
-    (masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-    (moe, "_grouped_mm", _by_experts),
-    (torch, "autocast", lambda *_, **__: nullcontext()),  # of adapted experts
-)
-"""Functions of libraries that ask for values, or for what the meta device has not, and what stands for them there."""
+_Factors: Any = getattr(lora_layer, "_LoraFactorsProxy", nn.Module)
+
+
+class _Folded(_Factors):
+    """Without torch.autocast, which refuses the meta device."""
+
+    def forward(self, W: Any) -> Any:
+        return torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling) if W.is_meta else super().forward(W)
 
 
 @contextmanager
-def _without_values() -> Iterator[None]:
-    """Replace these functions where they are called for the meta device; other threads may train meanwhile."""
-    theirs = [getattr(owner, name) for owner, name, _ in _ON_META]
-    for (owner, name, ours), other in zip(_ON_META, theirs, strict=True):
-        setattr(owner, name, partial(_either, ours, other))
+def _without_values(module: Any) -> Iterator[None]:
+    """Replace what asks for values of a tensor or for a kernel, for the meta device alone: other threads may train
+    meanwhile."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
+        (moe, "_grouped_mm", _by_experts),
+    ]
+    for modeling in {sys.modules[type(part).__module__] for part in module.modules()}:
+        for name, function in vars(modeling).items():
+            if getattr(function, "__globals__", {}).get("__name__") == hub_kernels.__name__:
+                replaced.append((modeling, name, inspect.unwrap(function)))  # by torch, where a package has a kernel
+    theirs = [getattr(owner, name) for owner, name, _ in replaced]
+    made: list[Any] = [partial(_either, ours, other) for (_, _, ours), other in zip(replaced, theirs, strict=True)]
+    if hasattr(lora_layer, "_LoraFactorsProxy"):
+        replaced.append((lora_layer, "_LoraFactorsProxy", _Folded))
+        theirs.append(_Factors)
+        made.append(_Folded)
+    for (owner, name, _), one in zip(replaced, made, strict=True):
+        setattr(owner, name, one)
     try:
         yield
     finally:
-        for (owner, name, _), other in zip(_ON_META, theirs, strict=True):
+        for (owner, name, _), other in zip(replaced, theirs, strict=True):
             setattr(owner, name, other)
 
 
 def _either(ours: Any, theirs: Any, *given: Any, **named: Any) -> Any:
-    for each in (*given, *named.values()):
-        if each.is_meta if isinstance(each, Tensor) else each == "meta":
-            return ours(*given, **named)
-    return theirs(*given, **named)
+    on_meta = any(each.is_meta for each in (*given, *named.values()) if isinstance(each, Tensor))
+    return (ours if on_meta else theirs)(*given, **named)
 
 
 def _storage(tensor: Tensor) -> int:

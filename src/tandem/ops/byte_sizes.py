@@ -40,6 +40,7 @@ class ModelShape:
     """The side of the square of an image that becomes a token."""
     teacher: int = 0
     """Parameters of a frozen teacher beside the model."""
+    why_not_rows: ClassVar = ""
     recurrent: ClassVar = False
     masks: ClassVar = False
     packs: ClassVar = True

@@ -81,6 +81,8 @@ class CountedShape:
     """Counts a forward pass, by the bytes of a number and the adapters."""
     cached: Callable[[int], tuple[int, int]]
     """Returns the bytes of keys and values of a token, and of a sequence's states, in the embedded engine."""
+    why_not_rows: str
+    """Why several ranks cannot hold its rows; empty if they can."""
     teacher: int = 0
     tower: ClassVar = 0
     pixels: ClassVar = 0

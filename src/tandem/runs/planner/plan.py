@@ -117,6 +117,8 @@ def plan_run(
     target = machine(gpu or kind_of(spec), memory_gib)
     kind = target.kind
     shape = shape or read_run(spec)
+    if spec.parallel.ranks > 1 and shape.why_not_rows:
+        raise SpecError(f"parallel.ranks = {spec.parallel.ranks}: {shape.why_not_rows}")
     attention = spec.model.attention if shape.packs else "sdpa"
     compiled = spec.model.compile and shape.packs and not shape.tower and not shape.recurrent  # model/forward.py
     model = spec.model.model_copy(update={"compile": compiled, "attention": attention})
@@ -195,6 +197,8 @@ def _enough_ranks(
     """Return the smallest power of two of ranks on which it fits, and GiB a rank; or none, and why."""
     if shape.tower:
         return {}, "one process trains a model that sees images"
+    if shape.why_not_rows:
+        return {}, shape.why_not_rows
     worst: Phase | None = None
     hosts = spec.parallel.hosts
     for count in (2**power for power in range(MOST_RANKS.bit_length())):
