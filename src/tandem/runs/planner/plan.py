@@ -117,8 +117,8 @@ def plan_run(
     target = machine(gpu or kind_of(spec), memory_gib)
     kind = target.kind
     shape = shape or read_run(spec)
-    if spec.parallel.ranks > 1 and shape.why_not_rows:
-        raise SpecError(f"parallel.ranks = {spec.parallel.ranks}: {shape.why_not_rows}")
+    if spec.parallel.ranks > 1 and (why_not := _why_not_rows(spec, shape)):
+        raise SpecError(f"parallel.ranks = {spec.parallel.ranks}: {why_not}")
     attention = spec.model.attention if shape.packs else "sdpa"
     compiled = spec.model.compile and shape.packs and not shape.tower and not shape.recurrent  # model/forward.py
     model = spec.model.model_copy(update={"compile": compiled, "attention": attention})
@@ -197,8 +197,8 @@ def _enough_ranks(
     """Return the smallest power of two of ranks on which it fits, and GiB a rank; or none, and why."""
     if shape.tower:
         return {}, "one process trains a model that sees images"
-    if shape.why_not_rows:
-        return {}, shape.why_not_rows
+    if why_not := _why_not_rows(spec, shape):
+        return {}, why_not
     worst: Phase | None = None
     hosts = spec.parallel.hosts
     for count in (2**power for power in range(MOST_RANKS.bit_length())):
@@ -239,6 +239,11 @@ def _of_counts(shape: Shape) -> list[str]:
 def _of_arguments(spec: RunSpec) -> list[str]:
     given = isinstance(spec, RlSpec) and isinstance(spec.engine, VllmEngineSpec) and spec.engine.arguments
     return ["a plan does not read engine.arguments, which may change vLLM's memory and speed"] if given else []
+
+
+def _why_not_rows(spec: RunSpec, shape: Shape) -> str:
+    """Weights that begin with others are whole on every rank first."""
+    return shape.why_not_rows if spec.model.warm_start is None else ""
 
 
 def _of_links(spec: RunSpec, target: Machine) -> list[str]:
