@@ -237,6 +237,7 @@ def _run(
             with _signals_end(checkpointer), view, run:
                 view.say(f"run {directory}")
                 if chosen:
+                    run.chosen = frozenset(each.setting for each in chosen)
                     run.event("chosen", settings=[asdict(each) for each in chosen])
                     for line in choices_text(chosen):
                         view.say(f"   {line}")
