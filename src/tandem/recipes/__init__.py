@@ -287,7 +287,9 @@ def _report(run: Run) -> None:
 def _closing(directory: Path, status: Mapping[str, Any]) -> Any:
     from tandem.build.built_model import embedded_refuses
 
-    return closing_text(directory, status, needs_vllm=embedded_refuses(directory / "export"))
+    # The error is raised next and printed to stderr: on a terminal that shows both, once is enough.
+    one_place = sys.stdout.isatty() and sys.stderr.isatty()
+    return closing_text(directory, status, needs_vllm=embedded_refuses(directory / "export"), with_error=not one_place)
 
 
 def _uploads(directory: Path, spec: ArtifactsSpec | None) -> CheckpointUploads | None:
