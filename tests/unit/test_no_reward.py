@@ -281,6 +281,21 @@ def test_rewards_that_differ_between_tasks_alone_are_told_where_siblings_are_com
     assert not told(by_task, keep=has_tokens), "all answers of a batch are compared"
 
 
+def test_the_reason_at_the_end_blames_equal_siblings_only_where_siblings_are_compared() -> None:
+    def reason(keep: Callable[[Group], bool], rewards: Sequence[float]) -> str:
+        watch = RewardWatch(lambda found, text: None, keep, enough=64, max_tokens=9)
+        for number, reward in enumerate(rewards):
+            task = Task(f"{number}", ({"role": "user", "content": "say"},))
+            said = [{"role": "assistant", "content": f"{number}"}]
+            played = Trajectory([1, 2], [False, True], [0, 0], [-1, 0], task_id=task.id, messages=said, reward=reward)
+            watch.played(task, [played, played])
+        return watch.reason()
+
+    assert reason(has_signal, [0.1, 0.2, 0.3]).startswith("likely same reward: ")
+    assert reason(has_tokens, [0.1, 0.2, 0.3]) == ""
+    assert reason(has_tokens, [0.1] + [0.2] * 40), "the latest answers all earned the same"
+
+
 def test_after_40_seconds_fewer_answers_are_enough() -> None:
     planted = PLANTED["too hard"][1]
     assert not told(planted, seconds=39.0, enough=10**9)
