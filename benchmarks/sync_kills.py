@@ -21,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,15 @@ def waited(done: Callable[[], Any], seconds: float) -> Any:
     return None
 
 
+def _newest_pid(files: Iterable[Path]) -> int | None:
+    """The process that wrote the newest of these files; one that ends removes its own."""
+    found: list[tuple[float, int]] = []
+    for file in files:
+        with suppress(FileNotFoundError):
+            found.append((file.stat().st_mtime, json.loads(file.read_text())["pid"]))
+    return max(found)[1] if found else None
+
+
 # --- one instant
 
 
@@ -235,9 +245,12 @@ class Pair:
         """The trainer starts it again by itself. For the next version it would have done so anyway: then nobody has
         to notice, and the version is what is waited for."""
         pattern = f"run-{len(self.trainers) - 1}/*/ready*.json"  # there is none while the next engine starts
-        ready = max(waited(lambda: [*self._home.glob(pattern)], START_S), key=lambda file: file.stat().st_mtime)
+        process = waited(lambda: _newest_pid(self._home.glob(pattern)), START_S)
+        if process is None:
+            found.hangs.append("the trainer's engine did not start")
+            return
         began = time.time()
-        os.kill(json.loads(ready.read_text())["pid"], number)
+        os.kill(process, number)
         self._notice(found, trainer, began, "proof")
         self._recover(found, trainer, began)
 

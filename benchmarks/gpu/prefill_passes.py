@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common import note, table
-from hybrids import hybrid_config
+from hybrids import FAMILIES, hybrid_config
 from tandem.build import built_model, standalone_engines
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.model import PathModel
@@ -92,7 +92,7 @@ def row_of(name: str, size: str, device: Literal["cpu", "cuda"]) -> tuple[str, .
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--only", nargs="*", default=["Qwen3.5", "LFM2"])
+    parser.add_argument("--only", nargs="*", default=["Qwen3.5", "LFM2"], choices=list(FAMILIES))
     parser.add_argument("--sizes", nargs="*", default=[*SIZES][1:], choices=list(SIZES))
     asked = parser.parse_args()
     note(f"prefill_passes.py {' '.join(sys.argv[1:])}")

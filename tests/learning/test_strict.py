@@ -28,13 +28,13 @@ class Sums:
 """
 
 
-def hybrid(path: Path) -> str:
+def hybrid(path: Path, conv_cache: int = 3) -> str:
     """A model whose states take in padding, by a bias, so that its prompts are computed one length after the other."""
     tokenizer = byte_tokenizer()
     config = transformers.Lfm2Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, layer_types=["conv", "full_attention"], conv_bias=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], conv_bias=True, conv_L_cache=conv_cache,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
     model: Any = transformers.AutoModelForCausalLM.from_config(config)
@@ -61,3 +61,26 @@ def test_what_tandem_tries_by_itself_is_reported_and_what_the_spec_asks_for_ends
     assert "prompts of different lengths = auto: not engaged, padding" in trained.printed
     with pytest.raises(SpecError, match=r"CUDA graphs of decode steps = graphs: is not available, .*strict = false"):
         train(spec | {"engine": {"eager": False}}, name="asked")
+
+
+def test_a_field_that_was_left_out_ends_no_strict_run_and_the_same_value_written_does(
+    train: Train, tmp_path: Path
+) -> None:
+    """This run cannot have states of 64 rows in half of so small a cache, nor equal bytes of overlapping workers."""
+    (tmp_path / "sums.py").write_text(ENVIRONMENT)
+    spec: dict[str, Any] = {
+        "recipe": "rl", "device": "cpu", "strict": True, "model": {"path": hybrid(tmp_path / "model", conv_cache=32)},
+        "environment": {"name": f"{tmp_path / 'sums.py'}:Sums", "workers": 1}, "eval": {"tasks": 2},
+        "engine": {"kv_gib": 2.5e-4},
+        "train": {"steps": 1, "lr": 1e-3, "groups_per_step": 2, "group_size": 4, "max_tokens": 8, "max_lag": 1},
+    }  # fmt: skip
+    trained = train(spec)
+    options = {event["option"]: event for event in trained.rows("events") if event["stage"] == "option"}
+    told = {
+        name: (options[name]["requested"], options[name]["engaged"]) for name in ("deterministic", "requests at once")
+    }
+    assert told == dict.fromkeys(told, ("auto", False))
+    with pytest.raises(SpecError, match=r"requests at once = 64: is not available, .*strict = false"):
+        train(spec | {"engine": {"kv_gib": 2.5e-4, "max_running": 64}}, name="rows")
+    with pytest.raises(SpecError, match=r"deterministic = True: is not available, .*strict = false"):
+        train(spec | {"deterministic": True}, name="bytes")

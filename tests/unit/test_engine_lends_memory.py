@@ -50,11 +50,42 @@ def test_an_engine_of_another_kind_has_no_memory_to_lend():
     assert not sleeps(spec({"kind": "server"}), "cuda")
 
 
+def started(spec: Any, noted: list[Any], *chosen: str) -> RlRun:
+    """A run of which only `attached` is there. `chosen`: settings that were chosen for the machine."""
+    run: Any = SimpleNamespace(
+        attached=lambda attachment: None, note_option=lambda *note: noted.append(note), chosen=frozenset(chosen)
+    )
+    rl = object.__new__(RlRun)
+    rl.run, rl.spec, rl._noted = run, spec, set()
+    return rl
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "kind", "field", "value"),
+    [
+        ("sleep", "engine.sleep", "vllm", "sleep", "free"),
+        ("on_update", "requests under way", "vllm", "on_update", "continue"),
+        ("rows", "requests at once", "hf", "max_running", 16),
+        ("graphs", "CUDA graphs of decode steps", "hf", "eager", False),
+        ("prompt_graphs", "CUDA graphs of single prompts", "hf", "eager", False),
+    ],
+)
+def test_an_option_is_asked_for_only_by_a_field_that_the_user_wrote(
+    part: str, name: str, kind: str, field: str, value: Any
+):
+    told = {"engines": [{part: {"requested": "it", "engaged": False, "why_not": "no room"}}]}
+    written = spec({"kind": kind, field: value}, **({"bridge": "inproc"} if kind == "hf" else {}))
+    left_out = spec({"kind": kind}, **({"bridge": "inproc"} if kind == "hf" else {}))
+    noted: list[Any] = []
+    started(written, noted).attached(told)
+    started(left_out, noted).attached(told)
+    started(written, noted, f"engine.{field}").attached(told)
+    assert noted == [(name, requested, False, "no room") for requested in ("it", "auto", "auto")]
+
+
 def test_a_run_says_once_whether_it_was_had():
     noted: list[Any] = []
-    run: Any = SimpleNamespace(attached=lambda attachment: None, note_option=lambda *note: noted.append(note))
-    rl = object.__new__(RlRun)
-    rl.run, rl.spec, rl._noted = run, spec({"sleep": "free"}), set()
+    rl = started(spec({"sleep": "free"}), noted)
     told = {"requested": "free", "engaged": False, "why_not": "no sleep mode"}
     rl.attached({"engines": [{"boot_id": "a"}]})
     assert noted == []

@@ -160,7 +160,7 @@ def test_a_run_that_fails_says_why_and_its_exit_code_is_its_class_s(tmp_path: Pa
     assert done.returncode == 3, done.stderr
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     message = status["error"].partition(": ")[2]
-    assert (done.stdout.count(message), done.stderr.count(f"tandem: {message}\n")) == (0, 1), done.stdout + done.stderr
+    assert (done.stdout.count(message), done.stderr.count(f"tandem: {message}\n")) == (1, 1), done.stdout + done.stderr
     assert done.stderr.splitlines()[-1].startswith("tandem: next: mend the rows that the message names")
     assert done.stderr.splitlines()[-1].endswith("(failure class data, rule data)")
     assert (status["state"], status["failure"]["class"], status["failure"]["rule"]) == ("failed", "data", "data")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from chat_tokenizers import CHATML
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -27,7 +28,7 @@ from tandem.runs.first_spec import FirstAnswers, first_spec
 from tandem.spec.load import parse_spec
 from tandem.spec.model import LoraSpec, PathModel
 from tandem.spec.precision import Float32Precision
-from tandem.text.tokenizer import CHAT_TEMPLATE
+from tandem.text.tokenizer import CHAT_TEMPLATE, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,30 @@ def test_a_package_that_recurrent_layers_lack_is_a_note_on_a_gpu():
     assert notes_of(warned, "cuda") == [
         "recurrent layers are computed by torch, more slowly, without causal_conv1d; install what is missing"
     ]
+
+
+def test_a_warning_of_transformers_that_nothing_else_says_is_a_note_once(tmp_path: Path):
+    tokenizer = byte_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["rope_parameters"] = {"rope_type": "yarn", "factor": 0.5, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    told = checked(str(tmp_path))[1]
+    assert told["notes"] == ["`rope_parameters`'s factor field must be a float or int >= 1, got 0.5"]
+
+
+def test_a_warning_of_our_own_is_a_note_once_and_what_is_no_warning_is_not():
+    def record(name: str, level: int, text: str) -> logging.LogRecord:
+        return logging.LogRecord(name, level, "", 0, text, None, None)
+
+    own = record("tandem.model.x", logging.WARNING, "the tokenizer has no end token")
+    assert notes_of([own, own, record("tandem.model.x", logging.INFO, "loaded")], "cpu") == [own.getMessage()]
 
 
 @pytest.mark.parametrize("gpu", [(), ("--gpu", "none"), ("--gpu", "cpu")])

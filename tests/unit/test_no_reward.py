@@ -252,6 +252,8 @@ def test_three_answers_are_shown_of_two_tasks_too() -> None:
         ([0.0, 0.0], "reward", "all 2 answers scored 0, such as:"),
         ([0.004, 0.004], "reward", "all 2 answers scored 0.004, such as:"),
         ([0.004, 0.003], "reward", ""),
+        ([0.5], "accuracy", "the one answer scored 0.5:"),
+        ([0.0], "accuracy", "the one answer was wrong:"),
     ],
 )
 def test_an_evaluation_in_which_all_score_the_same_shows_answers(
@@ -259,11 +261,11 @@ def test_an_evaluation_in_which_all_score_the_same_shows_answers(
 ) -> None:
     played = [
         Trajectory([], [], [], [], task_id=name, messages=[{"role": "assistant", "content": name}], reward=score)
-        for name, score in zip("ab", scores, strict=True)
+        for name, score in zip("ab", scores, strict=False)
     ]
     lines = Evaluation(scores, played, 0, measure).all_equal.splitlines()
     assert lines[:1] == [first_line] * bool(first_line)
-    assert [line.split()[1] for line in lines[1:]] == ["a:", "b:"] * bool(first_line)
+    assert [line.split()[1] for line in lines[1:]] == ["a:", "b:"][: len(scores)] * bool(first_line)
 
 
 def test_a_run_with_a_signal_says_nothing() -> None:
@@ -279,6 +281,21 @@ def test_rewards_that_differ_between_tasks_alone_are_told_where_siblings_are_com
     )
     assert text.count("   task ") == 3
     assert not told(by_task, keep=has_tokens), "all answers of a batch are compared"
+
+
+def test_the_reason_at_the_end_blames_equal_siblings_only_where_siblings_are_compared() -> None:
+    def reason(keep: Callable[[Group], bool], rewards: Sequence[float]) -> str:
+        watch = RewardWatch(lambda found, text: None, keep, enough=64, max_tokens=9)
+        for number, reward in enumerate(rewards):
+            task = Task(f"{number}", ({"role": "user", "content": "say"},))
+            said = [{"role": "assistant", "content": f"{number}"}]
+            played = Trajectory([1, 2], [False, True], [0, 0], [-1, 0], task_id=task.id, messages=said, reward=reward)
+            watch.played(task, [played, played])
+        return watch.reason()
+
+    assert reason(has_signal, [0.1, 0.2, 0.3]).startswith("likely same reward: ")
+    assert reason(has_tokens, [0.1, 0.2, 0.3]) == ""
+    assert reason(has_tokens, [0.1] + [0.2] * 40), "the latest answers all earned the same"
 
 
 def test_after_40_seconds_fewer_answers_are_enough() -> None:

@@ -6,10 +6,12 @@ import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from tandem import recipes
 from tandem.errors import RunError
 from tandem.io.atomic_write import write_json
 from tandem.io.jsonl import JsonlWriter
@@ -165,6 +167,21 @@ def test_a_run_in_any_state_has_a_report_and_a_closing_text(tmp_path, status, sa
     assert said in text
     assert str(status.get("error", "")) in text
     assert said in printed(run, status)
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "told"), [(True, True, False), (False, True, True), (True, False, True), (False, False, True)]
+)
+def test_the_reason_of_a_failed_run_is_in_the_closing_text_unless_one_terminal_shows_stderr_too(
+    tmp_path, monkeypatch, stdout, stderr, told
+):
+    status = {"state": "failed", "steps_done": 7, "steps_total": 30, "error": "Starved: 256"}
+    run = make_run(tmp_path / "run", {**status, "recipe": "rl"})
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: stdout))
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: stderr))
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(recipes._closing(run, status))
+    assert ("Starved: 256" in console.file.getvalue()) is told  # type: ignore[attr-defined]
 
 
 def test_a_directory_with_only_a_spec_has_a_report_and_an_empty_one_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from tandem.spec.run import RlSpec, RunSpec
 
 def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]]:
     """Return each optimisation: its name, the requested value, whether it is engaged, and if not, why. The value is
-    AUTO where no field of the spec asks for it."""
+    AUTO where no field of the spec asks for it, or the user left that field out."""
     from tandem.model.quantized_base import quantized_parts, share
     from tandem.ops import digest, packed_attention
 
@@ -28,7 +28,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
         why_not = forward.why_masked
     else:
         why_not = "" if chosen == spec.model.attention else f"transformers chose '{chosen}' for {type(module).__name__}"
-    found.append(("model.attention", spec.model.attention, not why_not, why_not))
+    found.append(("model.attention", spec.asked("model.attention", AUTO), not why_not, why_not))
     if forward.why_alone:
         found.append(("packing of sequences", AUTO, False, forward.why_alone))
     if forward.is_recurrent:
@@ -39,22 +39,24 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     if model.policy.vision is not None:
         found.append(("images", "the vision tower is frozen", True, ""))
     if model.crew is not None:
-        found.append((f"parallel.gather = '{model.crew.gathers_for}'", spec.parallel.gather, True, ""))
+        found.append((f"parallel.gather = '{model.crew.gathers_for}'", spec.asked("parallel.gather", AUTO), True, ""))
     if model.num_shares > 1:
         sums = "step" if model.sums_by_step else "round"
-        found.append((f"parallel.sums = '{sums}'", spec.parallel.sums, True, ""))
+        found.append((f"parallel.sums = '{sums}'", spec.asked("parallel.sums", AUTO), True, ""))
     if spec.model.compile:
-        found.append(("model.compile", True, not forward.why_not_compiled, forward.why_not_compiled))
+        found.append(
+            ("model.compile", spec.asked("model.compile", AUTO), not forward.why_not_compiled, forward.why_not_compiled)
+        )
     if spec.model.activations != "keep":
         why_not = model.policy.activations.why_not
-        found.append(("model.activations", spec.model.activations, not why_not, why_not))
+        found.append(("model.activations", spec.asked("model.activations", AUTO), not why_not, why_not))
     if spec.model.warm_start is not None:
         found.append(("model.warm_start", spec.model.warm_start, True, ""))  # a partial match has already been refused
     if spec.model.lora and spec.model.lora.base != "exact":
         few = f"{spec.model.lora.base}: {len(quantized_parts(module))} layers, {share(module):.0%} of the weights"
         found.append(("model.lora.base", few, True, ""))
     if isinstance(spec.precision, Bfloat16Precision) and spec.model.lora is None:
-        found.append(("precision.master", spec.precision.master, True, ""))
+        found.append(("precision.master", spec.asked("precision.master", AUTO), True, ""))
     for name, stage in (("warmup", getattr(spec, "warmup", None)), ("train", spec.train)):
         if stage is not None and isinstance(stage.optimizer, AdamWOffloadSpec):
             from tandem.optim import adamw_offload
@@ -77,7 +79,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
             why_not = "the teacher answers from another process, which batches in an order of its own"
         elif isinstance(spec, RlSpec) and _order_varies(spec):
             why_not = "episodes in worker processes end in varying order, and equal groups are replaced in that order"
-        found.append(("deterministic", True, not why_not, why_not))
+        found.append(("deterministic", spec.asked("deterministic", AUTO), not why_not, why_not))
     return found
 
 

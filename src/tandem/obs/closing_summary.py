@@ -44,14 +44,18 @@ _FILES = (
 )
 
 
-def closing_text(run_dir: Path, status: Mapping[str, Any], *, needs_vllm: bool = False) -> RenderableType:
-    """Return the closing text, without a run's error, which is raised next. `status`: the content of status.json.
-    `needs_vllm`: the embedded engine refuses what was trained."""
+def closing_text(
+    run_dir: Path, status: Mapping[str, Any], *, needs_vllm: bool = False, with_error: bool = True
+) -> RenderableType:
+    """Return the closing text. `status`: the content of status.json. `needs_vllm`: the embedded engine refuses what was
+    trained. `with_error`: say why the run failed, too."""
     history = read_history(run_dir)
     style = _STYLES.get(str(status.get("verdict")), "bold red" if status.get("state") == "failed" else "bold")
     parts: list[RenderableType] = [Text(""), Text(printable(headline(status)), style=style)]
     if difference := evidence(status):
         parts.append(Text(difference))
+    if with_error and (error := status.get("error")):
+        parts.append(Text(printable(str(error))))
     if said := caveat(status):
         parts.append(Text(said, style="dim"))
     for block in (

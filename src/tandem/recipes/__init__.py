@@ -237,6 +237,7 @@ def _run(
             with _signals_end(checkpointer), view, run:
                 view.say(f"run {directory}")
                 if chosen:
+                    run.chosen = frozenset(each.setting for each in chosen)
                     run.event("chosen", settings=[asdict(each) for each in chosen])
                     for line in choices_text(chosen):
                         view.say(f"   {line}")
@@ -286,7 +287,9 @@ def _report(run: Run) -> None:
 def _closing(directory: Path, status: Mapping[str, Any]) -> Any:
     from tandem.build.built_model import embedded_refuses
 
-    return closing_text(directory, status, needs_vllm=embedded_refuses(directory / "export"))
+    # The error is raised next and printed to stderr: on a terminal that shows both, once is enough.
+    one_place = sys.stdout.isatty() and sys.stderr.isatty()
+    return closing_text(directory, status, needs_vllm=embedded_refuses(directory / "export"), with_error=not one_place)
 
 
 def _uploads(directory: Path, spec: ArtifactsSpec | None) -> CheckpointUploads | None:

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 QUESTION = "What is the capital of France?"
 _TOKENS, _ROW_TOKENS = 24, 1024
+_LACKED = re.compile(r"because `([^`]+)` is not installed")
+_SAID = re.compile(r"LOAD REPORT|The following generation flags are not valid")
+"""Warnings of transformers that are no notes: Tandem names tensors that are left out or missing itself, and does not
+sample with a model's generation_config.json."""
 _MOST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest mean difference of trainer's and engine's logprobs, in nats a token."""
 
@@ -147,16 +151,18 @@ def _kept_warnings() -> Generator[list[logging.LogRecord]]:
 
 
 def notes_of(kept: list[logging.LogRecord], device: str) -> list[str]:
-    """Return what warnings mean to a user: all of Tandem's, and of transformers' the packages that a GPU lacks. The
-    rest of those is said by findings, or has no effect here."""
-    texts = [(record.name, record.getMessage()) for record in kept]
-    lacks = sorted({name for _, text in texts for name in re.findall(r"because `([^`]+)` is not installed", text)})
-    notes = [text for name, text in texts if name.startswith("tandem")]
+    """Return what warnings mean to a user, each once: Tandem's and transformers', without those that findings say
+    already or that have no effect here. Packages that recurrent layers lack are one note, on a GPU."""
+    texts = [(record.name, record.getMessage()) for record in kept if record.levelno >= logging.WARNING]
+    lacks = sorted({name for _, text in texts for name in _LACKED.findall(text)})
+    notes = [
+        text for name, text in texts if name.startswith("tandem") or not (_LACKED.search(text) or _SAID.search(text))
+    ]
     if lacks and device == "cuda":
         notes.append(
             f"recurrent layers are computed by torch, more slowly, without {', '.join(lacks)}; install what is missing"
         )
-    return notes
+    return list(dict.fromkeys(notes))
 
 
 def _spec(source: str, revision: str) -> tuple[PathModel, str]:

@@ -114,10 +114,13 @@ class RlRun:
         """Run all stages, or those that a resumed run has not finished."""
         if self.spec.environment is not None:
             alarm_missing = "" if self.spec.environment.workers else why_not()  # workers can be killed
-            self.run.note_option("environment.episode_timeout_s", "blocking code too", not alarm_missing, alarm_missing)
+            asked = AUTO if self.spec.left_out("environment.episode_timeout_s") else "blocking code too"
+            self.run.note_option("environment.episode_timeout_s", asked, not alarm_missing, alarm_missing)
             if self.spec.environment.sandbox != "off":
                 opened = getattr(self.environment, "sandbox", "")
-                self.run.note_option("environment.sandbox", self.spec.environment.sandbox, bool(opened), opened)
+                self.run.note_option(
+                    "environment.sandbox", self.spec.asked("environment.sandbox", AUTO), bool(opened), opened
+                )
         for note in engaged.options(self.spec, self.model):
             self.run.note_option(*note)
         for text in self.model.renderer.mended:
@@ -172,8 +175,9 @@ class RlRun:
             if option is not None and part not in self._noted:
                 self._noted.add(part)
                 note = option["why_not"] or option.get("note", "")
-                asked = getattr(self.spec.engine, ASKED_BY[part], AUTO) if part in ASKED_BY else AUTO
-                requested = AUTO if asked == AUTO else option["requested"]
+                setting = f"engine.{ASKED_BY[part]}" if part in ASKED_BY else ""
+                asked = setting not in {"", *self.run.chosen} and self.spec.asked(setting, AUTO) != AUTO
+                requested = option["requested"] if asked else AUTO
                 self.run.note_option(name, requested, option["engaged"], note)
 
     async def close(self) -> None:

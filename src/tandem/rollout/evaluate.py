@@ -36,8 +36,10 @@ class Evaluation:
         is_accuracy = self.measure == "accuracy"
         if not self.played or len(set(self.scores)) > 1 or (is_accuracy and score == 1):
             return ""
-        what = "were wrong" if is_accuracy and not score else f"scored {score:g}"
-        return f"all {len(self.scores)} answers {what}, such as:\n{answers(self.played)}"
+        one = len(self.scores) == 1
+        what = f"w{'as' if one else 'ere'} wrong" if is_accuracy and not score else f"scored {score:g}"
+        which = f"the one answer {what}" if one else f"all {len(self.scores)} answers {what}, such as"
+        return f"{which}:\n{answers(self.played)}"
 
 
 def held_out(tasks: Sequence[Task], count: int, seed: int) -> list[Task]:

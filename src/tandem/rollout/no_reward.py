@@ -39,15 +39,15 @@ class RewardWatch:
         self._samples: deque[tuple[Task, Trajectory]] = deque(maxlen=_KEPT)
         self._failures: list[EpisodeFailed] = []
         self._groups = 0
-        self._watching = begins
+        self._watching, self._learns = begins, False
 
     def played(self, task: Task, group: Group) -> None:
         """Note a group that was played to its end."""
         self._samples.extend((task, trajectory) for trajectory in group)
         self._groups += 1
         # An algorithm without siblings keeps groups of equal rewards, too, and compares them with each other.
-        if self._watching and self._keep(group) and len({played.reward for _, played in self._samples}) > 1:
-            self._watching = False
+        self._learns = self._keep(group) and len({played.reward for _, played in self._samples}) > 1
+        self._watching = self._watching and not self._learns
         few = self._clock() - self._started > _ENOUGH_AFTER_S and len(self._samples) >= _FEW
         if self._watching and (len(self._samples) >= self._enough or few):
             self._report()
@@ -59,8 +59,8 @@ class RewardWatch:
             self._report()
 
     def reason(self) -> str:
-        """Return the likely reason of the latest answers as a sentence; empty if answers to the same task earned
-        different rewards."""
+        """Return the likely reason of the latest answers as a sentence; empty if something could be learned from their
+        rewards."""
         found = self._found()
         return f"likely {found.kind}: {found.text}" if found else ""
 
@@ -74,7 +74,7 @@ class RewardWatch:
         earned: dict[str, set[float]] = defaultdict(set)
         for task, played in self._samples:
             earned[task.id].add(played.reward)
-        if found is not None or not earned or max(map(len, earned.values())) > 1:
+        if found is not None or not earned or self._learns or max(map(len, earned.values())) > 1:
             return found
         return NoReward(
             "same reward",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args, get_origin
 
@@ -85,6 +86,12 @@ class Spec(BaseModel):
                 return True
             spec = getattr(spec, part)
         return False
+
+    def asked(self, setting: str, otherwise: Any) -> Any:
+        """Return the value of `setting` as the user wrote it; `otherwise` if it was left out."""
+        if self.left_out(setting):
+            return otherwise
+        return reduce(getattr, setting.split("."), cast("Any", self))
 
     def as_written(self) -> dict[str, Any]:
         """Return the tables without the settings that the user left out."""

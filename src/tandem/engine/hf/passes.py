@@ -25,10 +25,15 @@ from tandem.ops import attention_masks
 from tandem.ops.lm_head import Head
 from tandem.ops.row_packing import micro_batches
 
-_PADDING = {"cpu": 32}
-"""Most positions of padding in a pass of a hybrid: another pass takes as long. 6,000 on a GPU, or fewer of a large
-model (benchmarks/gpu/prefill_passes.py)."""
-_OF_LARGE_MODELS = 1e13  # by its parameters
+
+def most_padding(device_kind: str, parameters: int) -> int:
+    """Return the most positions of padding in a pass of a hybrid's prompts: another pass takes as long.
+
+    On a CPU 32. On a GPU a pass of few positions is all launches, which take as long as 6,000 positions of a small
+    model; a large one computes each position for longer, so there it is 1e13 divided by the parameters. Measured:
+    docs/PERFORMANCE.md, by benchmarks/gpu/prefill_passes.py.
+    """
+    return 32 if device_kind == "cpu" else min(6000, int(1e13 / parameters))
 
 
 class Passes:
@@ -39,9 +44,8 @@ class Passes:
         graph."""
         self._head, self._room, self._device = head, room, device
         layers: int = module.config.get_text_config().num_hidden_layers
-        numbers = sum(each.numel() for each in module.parameters())
-        most_padding = _PADDING.get(device.type, min(6000, int(_OF_LARGE_MODELS / numbers)))
-        self._most_padding = 0 if room.why_apart else most_padding
+        parameters = sum(each.numel() for each in module.parameters())
+        self._most_padding = 0 if room.why_apart else most_padding(device.type, parameters)
         rows = room.max_running + 1  # the last row is for an urgent request
         self.cache, self.state, self.adapters = room.cache(layers), RowState(rows, device), MixedAdapters(module, rows)
         self.steps: DecodeSteps | None = None
