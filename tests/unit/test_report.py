@@ -297,6 +297,10 @@ def test_the_closing_text_ends_with_three_commands_that_fit_the_run(tmp_path, mo
     text = printed(run, {**IMPROVED, "recipe": "sft"}, needs_vllm=True)
     assert f"tandem serve {run} --engine vllm" in text
     assert "tandem chat" not in text
+    (run / "export" / "config.json").unlink()
+    (run / "export").rmdir()
+    assert f"tandem env try {run}/spec.toml" in printed(run, {**IMPROVED, "recipe": "rl", "state": "failed"})
+    assert "env try" not in printed(run, {**IMPROVED, "recipe": "sft", "state": "failed"})
 
 
 def test_where_the_shell_does_not_find_tandem_the_commands_say_where_it_is(tmp_path, monkeypatch):

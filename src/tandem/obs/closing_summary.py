@@ -155,8 +155,9 @@ def _next(run_dir: Path, status: Mapping[str, Any], needs_vllm: bool) -> Rendera
         commands += [
             (f"{tandem} report {run}", "write the report again"),
             (f"less {shlex.quote(str(run_dir / 'log.txt'))}", "read what happened"),
-            (f"{tandem} env try arithmetic", "play an environment yourself"),
         ]
+        if status.get("recipe") == "rl":
+            commands.append((f"{tandem} env try {run}/spec.toml", "play its environment yourself"))
     return Group(Text("Next:"), _pairs([(f"  {command}", what) for command, what in commands], style="bold cyan"))
 
 
