@@ -141,7 +141,7 @@ def waited(done: Callable[[], Any], seconds: float) -> Any:
     return None
 
 
-def _newest_pid(files: Iterable[Path]) -> int | None:
+def newest_pid(files: Iterable[Path]) -> int | None:
     """The process that wrote the newest of these files; one that ends removes its own."""
     found: list[tuple[float, int]] = []
     for file in files:
@@ -193,7 +193,7 @@ class Pair:
             return found
         time.sleep(wait_s)
         if self.engine is None:
-            self._strike_owned(found, trainer, number)
+            self.strike_owned(found, trainer, number)
         elif victim == "engine":
             self._strike_engine(found, trainer, self.engine, number)
         else:
@@ -241,11 +241,11 @@ class Pair:
         trainer.end()
         self._look_often(found, engine)
 
-    def _strike_owned(self, found: Found, trainer: Trainer, number: signal.Signals) -> None:
+    def strike_owned(self, found: Found, trainer: Trainer, number: signal.Signals) -> None:
         """The trainer starts it again by itself. For the next version it would have done so anyway: then nobody has
         to notice, and the version is what is waited for."""
         pattern = f"run-{len(self.trainers) - 1}/*/ready*.json"  # there is none while the next engine starts
-        process = waited(lambda: _newest_pid(self._home.glob(pattern)), START_S)
+        process = waited(lambda: newest_pid(self._home.glob(pattern)), START_S)
         if process is None:
             found.hangs.append("the trainer's engine did not start")
             return

@@ -31,11 +31,11 @@ def test_an_engine_that_does_not_start_in_time_is_a_hang(tmp_path: Path, monkeyp
     pair = sync_kills.Pair("restart", tmp_path)
     pair.trainers.append(trainer)
     found = sync_kills.Found("restart", "engine", "SIGKILL")
-    pair._strike_owned(found, trainer, signal.SIGKILL)
+    pair.strike_owned(found, trainer, signal.SIGKILL)
     assert found.hangs == ["the trainer's engine did not start"]
 
 
 def test_a_file_of_a_process_that_has_just_ended_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "ready.json").write_text('{"pid": 7}')
-    assert sync_kills._newest_pid([tmp_path / "gone.json", tmp_path / "ready.json"]) == 7
-    assert sync_kills._newest_pid([tmp_path / "gone.json"]) is None
+    assert sync_kills.newest_pid([tmp_path / "gone.json", tmp_path / "ready.json"]) == 7
+    assert sync_kills.newest_pid([tmp_path / "gone.json"]) is None

@@ -295,7 +295,7 @@ def hidden_of(module: Any, row: int, **more: Any) -> Tensor:
         mask = attention_masks.of_prompts(config, positions_T)
     given = {"attention_mask": mask, "use_cache": False, **more}
     ids_1T = torch.zeros(1, row, dtype=torch.long, device=_META)
-    with _LOCK, _without_values(module):
+    with _LOCK, without_values(module):
         return module.base_model(input_ids=ids_1T, position_ids=positions_T[None], **given).last_hidden_state
 
 
@@ -310,7 +310,7 @@ class _Folded(_Factors):
 
 
 @contextmanager
-def _without_values(module: Any) -> Iterator[None]:
+def without_values(module: Any) -> Iterator[None]:
     """Replace what asks for values of a tensor or for a kernel, for the meta device alone: other threads may train
     meanwhile."""
     replaced: list[tuple[Any, str, Any]] = [
