@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from tandem.errors import SpecError, TandemError
 from tandem.ops.byte_sizes import Dims
 from tandem.ops.counted_shape import CountedShape, PassCount, Shape
-from tandem.runs.planner.model_shape import NoPlan, is_known, read_run, shape_of
+from tandem.ops.module_parts import layers_of
+from tandem.runs.planner.model_shape import NoPlan, is_known, kind_of, read_run, shape_of
 from tandem.spec.model import LoraSpec
 from tandem.spec.run import RunSpec
 
@@ -32,7 +33,6 @@ def of_config(config: Mapping[str, Any], name: str, *, on_gpu: bool) -> Shape:
 @cache
 def _counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
     config = json.loads(config_json)
-    kind = str(config.get("model_type", "unknown"))
     if (layers := (config.get("text_config") or config).get("num_hidden_layers") or 0) > _MOST_LAYERS:
         raise NoPlan(f"'{name}': num_hidden_layers = {layers}: up to {_MOST_LAYERS:,} layers are counted")
 
@@ -48,8 +48,8 @@ def _counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
         except Exception as error:
             why = f"{type(error).__name__}: {str(error)[:300]}"
             raise NoPlan(
-                f"'{name}': the layers of '{kind}' are not known to the planner, and {what} cannot be counted from its "
-                f"config: {why}"
+                f"'{name}': the layers of '{kind_of(config)}' are not known to the planner, and {what} cannot be "
+                f"counted from its config: {why}"
             ) from error
 
     @cache
@@ -85,7 +85,7 @@ def _shape(module: Any, *, trained: Any, count: Any, cached: Any, on_gpu: bool) 
     from tandem.model import meta_count
     from tandem.ops import attention_masks, packed_attention
 
-    config, layers = module.config.get_text_config(), meta_count.layers_of(module)
+    config, layers = module.config.get_text_config(), layers_of(module)
     in_layers = {id(each) for layer in layers for each in layer.parameters()}
     numbers: Counter[str] = Counter()
     for name, tensor in module.named_parameters():
@@ -130,7 +130,7 @@ def _cached_bytes(module: Any) -> tuple[int, int]:
     from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
     from tandem.model import meta_count
 
-    cache = KvCache(len(meta_count.layers_of(module)), 2**16, RecurrentCacheLayer, max_rows=1)
+    cache = KvCache(len(layers_of(module)), 2**16, RecurrentCacheLayer, max_rows=1)
     cache.targets, cache.copies = slice(1), torch.zeros(1, dtype=torch.long, device="meta")
     cache.view = row = cache.length_held
     meta_count.hidden_of(module, row, past_key_values=cache, use_cache=True)

@@ -22,6 +22,7 @@ from torch._functorch import config as functorch
 from tandem.errors import SpecError
 from tandem.ops import attention_masks, packed_attention, recurrent_layers
 from tandem.ops.lm_head import Head
+from tandem.ops.module_parts import layers_of
 from tandem.types import ImageRows, MicroBatch, PackedRows
 
 _log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ def why_alone(module: Any) -> str:
 def check_gradient(module: Any) -> None:
     """Raise SpecError if recurrent layers compute no gradient here, as packages' kernels do with some versions of
     Triton."""
-    trained = [layer for layer in _layers(module) if any(each.requires_grad for each in layer.parameters())]
+    trained = [layer for layer in layers_of(module) if any(each.requires_grad for each in layer.parameters())]
     if not trained or not attention_masks.num_recurrent(module.config):
         return
     trial = _Trial(module)
@@ -279,13 +280,13 @@ def _try_compiled(module: Any) -> str:
     trial, parameters = _Trial(module), [each for each in module.parameters() if each.requires_grad]
     plain = trial.hidden().detach()
     _compile(module)
-    for layer in _layers(module):
+    for layer in layers_of(module):
         layer.training = layer.gradient_checkpointing
     try:
         hidden_TH = trial.hidden()
         torch.autograd.grad(hidden_TH.float().sum(), parameters, allow_unused=True)
     finally:
-        for layer in _layers(module):
+        for layer in layers_of(module):
             layer.training = False
     off = (hidden_TH.detach() - plain).float().norm() / plain.float().norm()
     return "" if off < _NEAR else f"compiled layers give another result ({float(off):.3f} of the norm)"
@@ -326,11 +327,5 @@ def _compile(module: Any, *, undo: bool = False) -> None:
     # Otherwise each float of a layer (an epsilon, LoRA's scale) is a tensor on the CPU: a C++ compiler must build its
     # kernels, for minutes on some machines, and each layer's call runs them.
     dynamo.specialize_float = True
-    for layer in _layers(module):
+    for layer in layers_of(module):
         layer._compiled_call_impl = None if undo else _Compiled(layer)  # torch's attribute, which copies lose
-
-
-def _layers(module: Any) -> list[Any]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -30,6 +30,7 @@ from tandem.model.lora import add_lora, beside_experts
 from tandem.ops import attention_masks
 from tandem.ops.byte_sizes import Dims
 from tandem.ops.counted_shape import LayerCount, PassCount, Size
+from tandem.ops.module_parts import layers_of, tables_of
 from tandem.spec.model import LoraSpec
 
 _NAME = "tandem_counted"
@@ -59,22 +60,9 @@ def meta_model(config: Mapping[str, Any], name: str) -> Any:
     return module.eval()
 
 
-def tables_of(module: Any) -> dict[str, Tensor]:
-    """Return the embeddings and the head, each parameter once."""
-    head = module.get_output_embeddings()
-    owners = {name for name, part in module.named_modules() if isinstance(part, nn.Embedding) or part is head}
-    return {name: tensor for name, tensor in module.named_parameters() if name.rpartition(".")[0] in owners}
-
-
-def layers_of(module: Any) -> list[Any]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
-
-
 def trained_of(module: Any) -> list[tuple[Dims, bool]]:
     """Return the dimensions of each trained tensor, and whether a matrix's optimizer updates it."""
-    tables = tables_of(module)
+    tables = tables_of(module, module.get_output_embeddings())
     named = [each for each in module.named_parameters() if each[1].requires_grad]
     return [(tuple(tensor.shape), tensor.ndim >= 2 and name not in tables) for name, tensor in named]
 
@@ -313,32 +301,39 @@ class _Folded(_Factors):
 def without_values(module: Any) -> Iterator[None]:
     """Replace what asks for values of a tensor or for a kernel, for the meta device alone: other threads may train
     meanwhile."""
-    replaced: list[tuple[Any, str, Any]] = [
-        (masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
-        (moe, "_grouped_mm", _by_experts),
+    replaced = [
+        _on_meta(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None),
+        _on_meta(moe, "_grouped_mm", _by_experts),
     ]
     for modeling in {sys.modules[type(part).__module__] for part in module.modules()}:
         for name, function in vars(modeling).items():
             if getattr(function, "__globals__", {}).get("__name__") == hub_kernels.__name__:
-                replaced.append((modeling, name, inspect.unwrap(function)))  # by torch, where a package has a kernel
-    theirs = [getattr(owner, name) for owner, name, _ in replaced]
-    made: list[Any] = [partial(_either, ours, other) for (_, _, ours), other in zip(replaced, theirs, strict=True)]
+                # by torch, where a package has a kernel
+                replaced.append(_on_meta(modeling, name, inspect.unwrap(function)))
     if hasattr(lora_layer, "_LoraFactorsProxy"):
         replaced.append((lora_layer, "_LoraFactorsProxy", _Folded))
-        theirs.append(_Factors)
-        made.append(_Folded)
-    for (owner, name, _), one in zip(replaced, made, strict=True):
-        setattr(owner, name, one)
+    theirs = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    _put(replaced)
     try:
         yield
     finally:
-        for (owner, name, _), other in zip(replaced, theirs, strict=True):
-            setattr(owner, name, other)
+        _put(theirs)
 
 
-def _either(ours: Any, theirs: Any, *given: Any, **named: Any) -> Any:
-    on_meta = any(each.is_meta for each in (*given, *named.values()) if isinstance(each, Tensor))
-    return (ours if on_meta else theirs)(*given, **named)
+def _put(attributes: Sequence[tuple[Any, str, Any]]) -> None:
+    for owner, name, value in attributes:
+        setattr(owner, name, value)
+
+
+def _on_meta(owner: Any, name: str, ours: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Return the attribute with a function that calls `ours` for tensors on the meta device."""
+    theirs = getattr(owner, name)
+
+    def either(*given: Any, **named: Any) -> Any:
+        on_meta = any(each.is_meta for each in (*given, *named.values()) if isinstance(each, Tensor))
+        return (ours if on_meta else theirs)(*given, **named)
+
+    return owner, name, either
 
 
 def _storage(tensor: Tensor) -> int:

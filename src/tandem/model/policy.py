@@ -24,6 +24,7 @@ from tandem.model.quantized_base import merged, quantized_parts
 from tandem.model.warm_start import begin_adapter
 from tandem.ops import attention_masks, packed_attention, recurrent_layers
 from tandem.ops.lm_head import Head
+from tandem.ops.module_parts import tables_of
 from tandem.ops.named_tensors import live_tensors, move_in, stand_on
 from tandem.ops.vision import Vision, copied, sees
 from tandem.protocols import ImageSource
@@ -215,9 +216,7 @@ class CausalPolicy:
 
     def tables(self) -> set[str]:
         """Return the names of parameters with one row a token: embeddings and the head."""
-        named = self.module.named_modules(remove_duplicate=False)
-        owners = {name for name, part in named if isinstance(part, torch.nn.Embedding) or part is self.head.linear}
-        return {name for name, _ in self.module.named_parameters() if name.rpartition(".")[0] in owners}
+        return tables_of(self.module, self.head.linear)
 
     def weights(self, version: int, kind: WeightKind) -> Weights:
         if kind == "live":

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tandem.model.hosts import Hosts
 from tandem.model.policy import Inside
 from tandem.ops.leaf_sum import LeafSum
+from tandem.ops.module_parts import layers_of
 from tandem.ops.named_tensors import move_in
 from tandem.ops.parts import Box, Cut, box_of_rank, rows_and_cols
 
@@ -102,7 +103,7 @@ class Rows:
         }
         if by_columns := {id(each) for name, each in module.named_parameters() if self._cuts.get(name) == "cols"}:
             options["shard_placement_fn"] = lambda parameter: Shard(1 if id(parameter) in by_columns else 0)
-        self._units = [*_layers(module), module]
+        self._units = [*layers_of(module), module]
         for unit in self._units[:-1]:
             fully_shard(unit, reshard_after_forward=not self.keeps, **options)
         fully_shard(module, reshard_after_forward=False, **options)  # the head's backward pass needs it at once
@@ -323,12 +324,6 @@ class _OrderedSum(ReduceScatter):
 
 def _call(module: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-def _layers(module: Any) -> list[Any]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def _fsdp_params(unit: Any) -> list[Any]:

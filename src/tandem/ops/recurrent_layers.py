@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tandem.ops.attention_masks import num_recurrent
+from tandem.ops.module_parts import layers_of
 from tandem.ops.row_packing import micro_batches
 from tandem.types import PackedRows
 
@@ -109,9 +110,7 @@ def engage(module: Any, num_layers: int, trial: Callable[[], Any]) -> str:
 
 def _layers(module: Any) -> Iterator[tuple[Any, list[Any]]]:
     """Return each decoder layer with its recurrent parts."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    for layer in (each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)):
+    for layer in layers_of(module):
         named = [part for name, part in layer.named_children() if name in _NAMES]
         yield layer, [part for part in named if not type(part).__module__.startswith("torch.")]
 

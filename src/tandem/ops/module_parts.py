@@ -1,0 +1,20 @@
+"""Parts of a transformers module: its decoder layers, and its tables with one row a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def layers_of(module: Any) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def tables_of(module: Any, head: Any) -> set[str]:
+    """Return the names of parameters with one row a token: embeddings and the head."""
+    from torch import nn
+
+    named = module.named_modules(remove_duplicate=False)
+    owners = {name for name, part in named if isinstance(part, nn.Embedding) or part is head}
+    return {name for name, _ in module.named_parameters() if name.rpartition(".")[0] in owners}
