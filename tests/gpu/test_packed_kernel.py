@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tandem.model import forward
 from tandem.model.forward import Forward, _mask, _packed
 from tandem.ops import packed_attention
 from tandem.ops.activation_sizes import Pass, layer_bytes
 from tandem.ops.byte_sizes import ModelShape
 from tandem.ops.lm_head import Head
+from tandem.ops.module_parts import layers_of
 from tandem.ops.packed_attention import attend, pack
 
 pytestmark = [
@@ -101,7 +101,7 @@ def test_packed_and_masked_models_agree(compiled: bool, recompute: bool) -> None
     segments_BT, parents_BT, positions_BT = rows()
     ids_BT = torch.randint(0, 512, segments_BT.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     packed = pack(segments_BT.cpu(), parents_BT.cpu(), segments_BT.device)
-    for layer in forward._layers(fast):
+    for layer in layers_of(fast):
         layer.training = recompute
     ours = _packed(hidden_of(fast), ids_BT, positions_BT, packed)
     wide = copy.deepcopy(plain).double()

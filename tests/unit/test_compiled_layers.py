@@ -14,6 +14,7 @@ from tandem.model import forward
 from tandem.model.lora import add_lora
 from tandem.ops.activation_sizes import Pass, layer_bytes
 from tandem.ops.byte_sizes import ModelShape
+from tandem.ops.module_parts import layers_of
 from tandem.spec.model import LoraSpec
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler warns of its own code
@@ -42,7 +43,7 @@ def layers_with_adapters() -> list[Any]:
     module: Any = Qwen3ForCausalLM(config).bfloat16().requires_grad_(False)
     add_lora(module, LoraSpec(rank=RANK))
     forward._compile(module.eval())
-    return forward._layers(module)
+    return layers_of(module)
 
 
 def run(layers: list[Any]) -> Tensor:
