@@ -55,15 +55,15 @@ def test_a_key_that_sends_too_much_is_told_when_to_come_back(tmp_path: Path):
 
 
 def test_the_client_waits_as_long_as_it_is_told(tmp_path: Path):
-    running = Running(tmp_path, requests_per_s=4.0)
+    running = Running(tmp_path, requests_per_s=0.25)
     try:
         key = running.plane.key("runs:read")
         with running.client(key) as client:
             began = time.monotonic()
-            for _ in range(18):
+            for _ in range(2):  # more would refill the bucket meanwhile, on a slow machine
                 client.me()
-            assert 1.0 <= time.monotonic() - began < 10.0
-        assert 19 <= running.app.asked.count("GET /api/me") <= 21  # few are refused
+            assert 3.0 <= time.monotonic() - began < 15.0
+        assert running.app.asked.count("GET /api/me") == 3  # one is refused
     finally:
         running.server.should_exit = True
         running.thread.join()

@@ -19,7 +19,7 @@ import httpx
 
 _CLOSED = "this end was closed"
 _IDLE_S = 4.0  # shorter than servers keep connections, so that none is used while the server closes it
-_CONNECT_S = 5.0
+_CONNECT_S = 10.0  # a server whose queue is full drops the first try; the kernel tries again after 1, 3 and 7 s
 _AT_ONCE_BYTES = 2**20  # larger bodies are written in pieces, so that other requests can run in between
 TAKEN_S = 30.0  # for a server to read a request
 _HEADER_BYTES = 2**16  # of a header line; gateways add headers
