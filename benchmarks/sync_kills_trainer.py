@@ -83,7 +83,7 @@ async def publish_for_ever(spec: Any, model: Any, home: Path, number: int, versi
         shares = spec.sync.bridge == "shared"
         engine = EnginePool([ServerEngine(place, deadline_s=DEADLINE_S, shares_memory=shares, lease_s=LEASE_S)])
     else:
-        engine = run_engines.outside(spec, model, own, home / "model")
+        engine = run_engines.outside(spec, model, own)
     joined = run_engines.Joined(engine, bridge, spec.sync.retries)
     publisher = run_engines.publisher(joined, model, spec.sync.deadline_s, training.caller(False))
     trainer = training.trainer(spec.train, model, training.algorithm(spec.algorithm, 8), 0, spec.seed)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from tandem.protocols import Engine, WeightBridge
 from tandem.publish import Call, Canary, Publisher
 from tandem.spec.engine import HfEngineSpec, RemoteEngineSpec, ServerEngineSpec, VllmEngineSpec
 from tandem.spec.model import ModelSpec, PathModel
+from tandem.spec.precision import Float32Precision
 from tandem.spec.run import RlSpec
 from tandem.spec.sync import (
     AdapterBroadcastSync,
@@ -37,6 +39,7 @@ from tandem.types import Message, Proof
 
 if TYPE_CHECKING:
     from tandem.build.built_model import BuiltModel
+    from tandem.engine.server.child_process import OwnedProcess
     from tandem.train.crew import Crew
     from tandem.train.crew_bridge import BridgeOfRanks
 
@@ -56,10 +59,18 @@ class Joined:
     """The engine has no prefix cache and no CUDA graphs that could still hold older weights."""
 
 
-def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False, crew: Crew | None = None) -> Joined:
+def join(
+    spec: RlSpec,
+    model: BuiltModel,
+    home: Path,
+    *,
+    unchecked: bool = False,
+    crew: Crew | None = None,
+    begun: Begun | None = None,
+) -> Joined:
     """Build the engine and the bridge of a run. `home`: directory for engine logs and files, and for versions that are
     sent as files. `unchecked`: accept a vLLM version that has not passed the conformance suite. `crew`: rank 0's, where
-    several ranks train."""
+    several ranks train. `begun`: engine processes that were begun before the model was built."""
     if isinstance(spec.engine, HfEngineSpec):
         engine = standalone_engines.embedded(spec.engine, model, inline=spec.deterministic)
         return Joined(engine, bridge(spec, model, home, Path()), 0, bare=True)  # one process: no retry is possible
@@ -67,13 +78,13 @@ def join(spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False
     start = Path()
     if not isinstance(spec.engine, RemoteEngineSpec):
         start = starting_model(spec, model, home)
-    engine = outside(spec, model, home, start, unchecked=unchecked)
+    engine = outside(spec, model, home, unchecked=unchecked, begun=begun)
     bare = isinstance(spec.engine, ServerEngineSpec)
     return Joined(engine, bridge(spec, model, home, start, crew), spec.sync.retries, bare)
 
 
 def _check_served(spec: RlSpec, model: BuiltModel) -> None:
-    """Raise SpecError, before any process starts, for a model or adapters that engines in other processes refuse."""
+    """Raise SpecError for a model or adapters that engines in other processes refuse."""
     if isinstance(spec.engine, ServerEngineSpec):  # its process runs the embedded engine
         from tandem.ops.attention_masks import check_attention
 
@@ -96,9 +107,47 @@ def targets_beside_experts(model: BuiltModel) -> list[str]:
 # --- engines
 
 
-def outside(spec: RlSpec, model: BuiltModel, home: Path, start: Path, *, unchecked: bool = False) -> Engine:
+@dataclass(frozen=True)
+class Begun:
+    """The engine processes of a run, begun before its model was built."""
+
+    processes: Sequence[OwnedProcess] = ()
+    why_imports_only: str = ""
+    """Why they do not load their model yet; empty if they do."""
+
+
+@contextmanager
+def begun(spec: RlSpec, home: Path) -> Iterator[Begun]:
+    """Begin the engine processes of a run while the trainer loads its model; end them with the context. On the
+    trainer's GPU they only import what they need: how much memory is free there is known once the trainer is built."""
+    engine = spec.engine
+    if isinstance(engine, HfEngineSpec | RemoteEngineSpec) or engine.url:
+        yield Begun()
+        return
+    from tandem.build.built_model import pick_device
+
+    device = pick_device(spec.device).type
+    why = "the trainer is on its GPU" if on_trainers_gpu(spec, device) else ""
+    if untouched_directory(spec.model) is None:
+        why = "the run makes its first weights"
+    processes = [_process(spec, engine, number, device, home) for number in range(engine.replicas)]
+    try:
+        for each in processes:
+            each.begin(loads=not why)
+        yield Begun(processes, why and f"it only imports meanwhile: {why}")
+    finally:
+        for each in processes:
+            each.end()
+
+
+def outside(
+    spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False, begun: Begun | None = None
+) -> Engine:
     """Build engines in other processes, behind a pool. A single engine also gets a pool, which waits if it is lost."""
+    import torch
+
     from tandem.engine.pool import EnginePool
+    from tandem.engine.server.engine import ExistingServer, ServerEngine
 
     if isinstance(spec.engine, RemoteEngineSpec):
         from tandem.engine.remote.engine import RemoteEngine
@@ -117,47 +166,52 @@ def outside(spec: RlSpec, model: BuiltModel, home: Path, start: Path, *, uncheck
                 for url in spec.engine.urls
             ]
         )
-    assert not isinstance(spec.engine, HfEngineSpec)
-    numbers = range(spec.engine.replicas)
-    return EnginePool([_server(spec, spec.engine, number, model, home, start, unchecked) for number in numbers])
+    engine, device = spec.engine, model.device.type
+    assert not isinstance(engine, HfEngineSpec)
+    places: Sequence[OwnedProcess | ExistingServer]
+    if engine.url:
+        places = [ExistingServer(engine.url, Path(engine.token_file))]
+    elif begun is not None:
+        places = begun.processes
+    else:
+        places = [_process(spec, engine, number, device, home, unchecked) for number in range(engine.replicas)]
+    return EnginePool(
+        [
+            ServerEngine(
+                place,
+                receivers=getattr(engine, "tensor_parallel", 1),
+                deadline_s=spec.sync.deadline_s,
+                shares_memory=spec.sync.traits.shares_memory,
+                shares_device=sleeps(spec, device),
+                make_room=torch.cuda.empty_cache,  # does nothing without a GPU
+            )
+            for place in places
+        ]
+    )
 
 
-def _server(
+def _process(
     spec: RlSpec,
     engine: ServerEngineSpec | VllmEngineSpec,
     number: int,
-    model: BuiltModel,
+    device: str,
     homes: Path,
-    start: Path,
-    unchecked: bool,
-) -> Engine:
-    """Build the client of one engine server. `number`: which replica."""
-    import torch
-
-    from tandem.engine.server.child_process import Owned
-    from tandem.engine.server.engine import ExistingServer, ServerEngine
+    unchecked: bool = False,
+) -> OwnedProcess:
+    """Build the process of one engine server, without starting it. `number`: which replica. `device`: the trainer's."""
+    from tandem.engine.server.child_process import Owned, OwnedProcess
 
     home = homes / f"engine-{number}"
-    server: Owned | ExistingServer
-    if engine.url:
-        server = ExistingServer(engine.url, Path(engine.token_file))
-    else:
-        server = Owned(
-            _command_of(spec, engine, model, home, unchecked),
-            model=str(start),
+    return OwnedProcess(
+        Owned(
+            _command_of(spec, engine, device, home, unchecked),
+            model=str(_start(spec.model, homes)),
             directory=home,
-            environment=gpu_environment(engine, number, model.device.type),
+            environment=gpu_environment(engine, number, device),
             start_deadline_s=engine.start_deadline_s,
             max_restarts=engine.max_restarts,
             ahead=spec.sync.traits.restarts_engine,
         )
-    return ServerEngine(
-        server,
-        receivers=getattr(engine, "tensor_parallel", 1),
-        deadline_s=spec.sync.deadline_s,
-        shares_memory=spec.sync.traits.shares_memory,
-        shares_device=sleeps(spec, model.device.type),
-        make_room=torch.cuda.empty_cache,  # does nothing without a GPU
     )
 
 
@@ -166,23 +220,23 @@ def sleeps(spec: RlSpec, device: str) -> bool:
     engine = spec.engine
     if not isinstance(engine, VllmEngineSpec) or engine.sleep != "auto":
         return isinstance(engine, VllmEngineSpec) and engine.sleep == "free"
-    on_one_gpu = device == "cuda" and any(map(engine.engines_on, range(spec.parallel.row_shards)))
-    return on_one_gpu and not spec.sync.traits.shares_memory and spec.train.max_lag == 0
+    return on_trainers_gpu(spec, device) and not spec.sync.traits.shares_memory and spec.train.max_lag == 0
+
+
+def on_trainers_gpu(spec: RlSpec, device: str) -> bool:
+    """Return whether an engine that the run starts is on a GPU of the trainer's ranks."""
+    if device != "cuda" or not isinstance(spec.engine, VllmEngineSpec):
+        return device == "cuda" and isinstance(spec.engine, ServerEngineSpec)
+    return any(map(spec.engine.engines_on, range(spec.parallel.row_shards)))
 
 
 def _command_of(
-    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, model: BuiltModel, home: Path, unchecked: bool
+    spec: RlSpec, engine: ServerEngineSpec | VllmEngineSpec, device: str, home: Path, unchecked: bool
 ) -> Callable[[str, int, Path], list[str]]:
-    import torch
-
-    exact = next(model.policy.module.parameters()).dtype == torch.float32
-    settings: dict[str, Any] = {"max_context": model.context}
-    if sleeps(spec, model.device.type):
-        settings["sleep"] = "free"
     command = engine_command(
-        engine.model_copy(update=settings),
-        device=model.device.type,
-        dtype="float32" if exact else "bfloat16",
+        engine.model_copy(update={"sleep": "free"} if sleeps(spec, device) else {}),
+        device=device,
+        dtype="float32" if isinstance(spec.precision, Float32Precision) else "bfloat16",
         thinking=spec.model.thinking,
         directory=home,
         readable=_readable(spec, home),
@@ -283,15 +337,17 @@ def untouched_directory(model: ModelSpec) -> Path | None:
 
 def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
     """Return the directory that an engine process loads before the first version arrives: same model and tokenizer."""
-    if (directory := untouched_directory(spec.model)) is not None:
-        return directory
-    from tandem.build.training import export
-
-    path = (home / "model").resolve()
+    path = _start(spec.model, home)
     if not path.exists():
+        from tandem.build.training import export
+
         path.parent.mkdir(parents=True, exist_ok=True)
         export(model, path)
     return path
+
+
+def _start(model: ModelSpec, home: Path) -> Path:
+    return untouched_directory(model) or (home / "model").resolve()
 
 
 # --- bridges

@@ -329,7 +329,7 @@ async def _train(
     fresh: bool,
 ) -> None:
     """Set up trackers, progress and plan, then train by the spec's recipe. `fresh`: no process has run it before."""
-    from tandem.build import training
+    from tandem.build import run_engines, training
     from tandem.recipes import rehearsal
     from tandem.recipes.plan_run import keep_plan
     from tandem.recipes.rl import RlRun
@@ -360,12 +360,13 @@ async def _train(
     if not isinstance(spec, RlSpec):
         await train_supervised(spec, run, checkpointer, crew)
         return
-    rl = RlRun(spec, run, environment, checkpointer, crew)
-    try:
-        await rl.train()
-        training.export(rl.model, run.directory / "export")
-    finally:
-        await rl.close()
+    with run_engines.begun(spec, run.directory / "engines") as begun:
+        rl = RlRun(spec, run, environment, checkpointer, begun, crew)
+        try:
+            await rl.train()
+            training.export(rl.model, run.directory / "export")
+        finally:
+            await rl.close()
 
 
 @contextmanager

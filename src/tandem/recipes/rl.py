@@ -71,14 +71,17 @@ class RlRun:
         run: Run,
         environment: Environment | None,
         checkpointer: RunCheckpointer,
+        begun: run_engines.Begun,
         crew: Any = None,
     ) -> None:
-        """`crew`: rank 0's, where several ranks train."""
+        """`begun`: the engine processes. `crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
+        if begun.processes:
+            run.note_option("engine begins beside the trainer", AUTO, True, begun.why_imports_only)
         self.model = built_model.run_model(spec, crew, run.directory / IMAGES)
         if not isinstance(spec.engine, HfEngineSpec):
             run.view.doing(f"starting the engine ({spec.engine.kind}); a first start compiles, which takes minutes")
-        self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew)
+        self.joined = run_engines.join(spec, self.model, run.directory / "engines", crew=crew, begun=begun)
         self.call = training.caller(spec.deterministic and isinstance(spec.engine, HfEngineSpec))
         self.eval_tasks = held_out(environment.tasks("eval"), spec.eval.tasks, spec.seed) if environment else []
         self.publisher = run_engines.publisher(

@@ -64,6 +64,13 @@ class OwnedProcess:
         self._ended = False
         self._restarts = 0
 
+    def begin(self, *, loads: bool) -> None:
+        """Start the first process before it is asked for, which is when `start_again` waits for it. It imports what it
+        needs; if it `loads`, it also loads the model."""
+        self._place.directory.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._next = self._run(self._model if loads else "", self._version, None)
+
     def start_again(self) -> Ready:
         """Stop what is left of the old process and start a new one."""
         if self._serving is not None:

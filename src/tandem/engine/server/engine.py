@@ -63,7 +63,7 @@ class ExistingServer:
 class ServerEngine:
     def __init__(
         self,
-        place: Owned | ExistingServer,
+        place: Owned | OwnedProcess | ExistingServer,
         *,
         receivers: int = 1,
         deadline_s: float = 60.0,
@@ -78,7 +78,8 @@ class ServerEngine:
         self._place, self._receivers, self._deadline_s = place, receivers, deadline_s
         self._shares_memory, self._pauses, self._lease_s = shares_memory, shares_memory or shares_device, lease_s
         self._make_room = make_room
-        self._process = OwnedProcess(place) if isinstance(place, Owned) else None
+        place = OwnedProcess(place) if isinstance(place, Owned) else place
+        self._process = place if isinstance(place, OwnedProcess) else None
         self._connection: Connection | None = None
         self._connecting, self._is_connected = asyncio.Lock(), asyncio.Event()
         self._source: WeightSource | None = None
