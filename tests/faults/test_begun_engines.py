@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def none_outlives_its_owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = programs_below()
-    yield
-    assert programs_below() == before
 
 
 def started_one(before: set[int]) -> int:
@@ -86,8 +82,9 @@ def spec_of(model: dict[str, Any], **tables: Any) -> Any:
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_it_is_the_one_that_serves(loads: bool, model: Path, tmp_path: Path) -> None:
+    before = programs_below()
+
     async def work() -> None:
-        before = programs_below()
         process = process_of(model, tmp_path)
         process.begin(loads=loads)
         program = started_one(before)
@@ -102,11 +99,13 @@ def test_it_is_the_one_that_serves(loads: bool, model: Path, tmp_path: Path) -> 
             assert json.loads(ready.read_text())["pid"] == program == started_one(before)
 
     play(work)
+    assert programs_below() == before
 
 
 def test_one_that_died_meanwhile_is_replaced(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = programs_below()
+
     async def work() -> None:
-        before = programs_below()
         process = process_of(model, tmp_path)
         process.begin(loads=False)
         program = started_one(before)
@@ -116,6 +115,7 @@ def test_one_that_died_meanwhile_is_replaced(model: Path, tmp_path: Path, caplog
             assert started_one(before) != program
 
     play(work)
+    assert programs_below() == before
     assert "started early failed; starting another" in caplog.text
 
 
