@@ -43,7 +43,7 @@ def plan_run(
     memory_gib = memory_gib or here_gib
     target = machine(gpu, memory_gib)
     there = Hardware("cuda" if target.on_gpu else "cpu", target.kind, target.memory_gib, vllm=vllm_installed())
-    spec, chosen = sight.choose(spec, there)
+    spec, chosen = (spec, []) if in_a_run else sight.choose(spec, there)
     shape = planned_shape.of_run(spec, on_gpu=target.on_gpu)
     lengths_given = prompt_tokens or row_tokens
     planned = plans.plan_run(

@@ -176,8 +176,7 @@ class RlRun:
                 self._noted.add(part)
                 note = option["why_not"] or option.get("note", "")
                 setting = f"engine.{ASKED_BY[part]}" if part in ASKED_BY else ""
-                asked = setting not in {"", *self.run.chosen} and self.spec.asked(setting, AUTO) != AUTO
-                requested = option["requested"] if asked else AUTO
+                requested = option["requested"] if setting and self.spec.asked(setting, AUTO) != AUTO else AUTO
                 self.run.note_option(name, requested, option["engaged"], note)
 
     async def close(self) -> None:
