@@ -59,6 +59,7 @@ def test_runs_are_listed_with_state_verdict_step_and_reward(tmp_path: Path):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
+        ("export RUN --gguf=", "'--gguf': '' must be one of 'f32', 'f16', 'bf16', 'q8_0', 'q4_1'"),
         ("export RUN --gguf q9", "'--gguf': 'q9' must be one of 'f32', 'f16', 'bf16', 'q8_0', 'q4_1'"),
         ("engine serve --kind foo", "'--kind': 'foo' must be one of 'server', 'vllm'"),
         ("serve DIR --port abc", "'--port': 'abc' must be a whole number"),

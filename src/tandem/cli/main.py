@@ -392,17 +392,18 @@ def export(
         str, typer.Option(metavar="ID", help="Adapter: its base's id on the hub, user/name. Default: as the base says.")
     ] = "",
     gguf: Annotated[
-        Literal["", "f32", "f16", "bf16", "q8_0", "q4_1"],
+        Literal["f32", "f16", "bf16", "q8_0", "q4_1"] | None,
         typer.Option(help="Write one GGUF file of this kind, for llama.cpp, and a Modelfile for Ollama. Default: no."),
-    ] = "",
+    ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
     """Write a deployable copy of a run's or an online server's model, with a model card."""
     from tandem.recipes.export import export_run
 
     copy = export_run(
-        run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base, gguf=gguf
-    )
+        run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base,
+        gguf=gguf or "",
+    )  # fmt: skip
     typer.echo(copy)
     if (Path(copy) / "Modelfile").exists():
         typer.echo(f"for Ollama: cd {copy} && ollama create my-model -f Modelfile", err=True)
