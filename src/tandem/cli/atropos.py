@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.options import Overrides
+from tandem.cli.options import Overrides, echo
 
 
 def atropos(
@@ -24,4 +24,4 @@ def atropos(
     checked = load_spec(spec, overrides or ())
     from tandem.recipes.atropos_run import run_atropos
 
-    run_atropos(checked, run_dir, tell=typer.echo)
+    run_atropos(checked, run_dir, tell=echo)

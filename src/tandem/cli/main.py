@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,6 +38,7 @@ from tandem.cli.options import (
     Thinking,
     Version,
     checked_spec,
+    echo,
     view_of,
 )
 from tandem.cli.others import CommandsWithOthers, SpecCommand
@@ -134,7 +136,7 @@ def train(
             done = run(checked, run_dir, rehearse=rehearse, view=view)
             directory, status = done.directory, done.status
     if as_json:
-        typer.echo(json.dumps({"run": str(directory), **status}, indent=2))
+        echo(json.dumps({"run": str(directory), **status}, indent=2))
 
 
 @app.command(cls=SpecCommand)
@@ -184,7 +186,7 @@ def plan(
         row_tokens=row_tokens,
         answer_tokens=answer_tokens,
     )
-    typer.echo(json.dumps(planned.as_json(), indent=2) if as_json else plan_text(planned))
+    echo(json.dumps(planned.as_json(), indent=2) if as_json else plan_text(planned))
     if not planned.fits:
         raise typer.Exit(1)
 
@@ -198,7 +200,7 @@ def doctor(
     from tandem.runs.doctor import diagnose, health_text
 
     health = diagnose(directory)
-    typer.echo(json.dumps(health.as_json(), indent=2) if as_json else health_text(health))
+    echo(json.dumps(health.as_json(), indent=2) if as_json else health_text(health))
     if not health.able:
         raise typer.Exit(1)
 
@@ -250,7 +252,7 @@ def resume(
     with exits_by_class():
         status = resume(run_dir, take_over=take_over, ranks=ranks, view=view)
     if as_json:
-        typer.echo(json.dumps({"run": str(run_dir), **status}, indent=2))
+        echo(json.dumps({"run": str(run_dir), **status}, indent=2))
 
 
 def _ranks_of(overrides: Sequence[str]) -> int:
@@ -274,9 +276,7 @@ def digest(
     from tandem.runs.run_ending import digest_run
 
     found = digest_run(run_dir)
-    typer.echo(
-        json.dumps(found, indent=2) if as_json else "\n".join(f"{what} {hash_}" for what, hash_ in found.items())
-    )
+    echo(json.dumps(found, indent=2) if as_json else "\n".join(f"{what} {hash_}" for what, hash_ in found.items()))
 
 
 @app.command()
@@ -365,7 +365,7 @@ def evaluate(
 
     checked = load_spec(spec, overrides or ()) if spec else None
     judged = evaluate_model(source, checked, base=base, directory=out)
-    typer.echo(json.dumps(judged.row(), indent=2) if as_json else judged.text())
+    echo(json.dumps(judged.row(), indent=2) if as_json else judged.text())
 
 
 @app.command()
@@ -404,9 +404,9 @@ def export(
         run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base,
         gguf=gguf or "",
     )  # fmt: skip
-    typer.echo(copy)
+    echo(copy)
     if (Path(copy) / "Modelfile").exists():
-        typer.echo(f"for Ollama: cd {copy} && ollama create my-model -f Modelfile", err=True)
+        echo(f"for Ollama: cd {copy} && ollama create my-model -f Modelfile", err=True)
 
 
 @spec_app.command("schema")
@@ -414,7 +414,7 @@ def spec_schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
     from tandem.spec.load import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    echo(json.dumps(json_schema(), indent=2))
 
 
 @spec_app.command("show")
@@ -422,7 +422,7 @@ def spec_show(spec: SpecFile, overrides: Overrides = None) -> None:
     """Check SPEC and print it as TOML with all defaults."""
     from tandem.spec.load import load_spec, to_toml
 
-    typer.echo(to_toml(load_spec(spec, overrides or ())), nl=False)
+    echo(to_toml(load_spec(spec, overrides or ())), nl=False)
 
 
 @gateway_app.command("serve")
@@ -493,7 +493,7 @@ def main() -> None:
     try:
         app()
     except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        echo(f"tandem: {error}", err=True)
         sys.exit(error.exit_code)
     except Exception as error:
         from tandem.io.extras import explain_missing
@@ -502,8 +502,9 @@ def main() -> None:
         if interrupted(error):
             sys.exit(130)
         if not (reason := told_by_the_system(error) or explain_missing(error)):
+            sys.excepthook = lambda _, error, __: echo("".join(traceback.format_exception(error)), nl=False, err=True)
             raise
-        print(f"tandem: {reason}", file=sys.stderr)
+        echo(f"tandem: {reason}", err=True)
         sys.exit(2)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.options import AsJson, Host, Insecure, Port, ReadyFile
+from tandem.cli.options import AsJson, Host, Insecure, Port, ReadyFile, echo
 
 rollouts_app = typer.Typer(help="Queue groups from many environments for one trainer, over HTTP.", no_args_is_help=True)
 
@@ -65,7 +65,7 @@ def rollouts_top(
         return watch_rollouts(source, token_file=token_file, every_s=every)
     status = rollouts_status(source, token_file=token_file)
     if as_json:
-        return typer.echo(json.dumps(status, indent=2))
+        return echo(json.dumps(status, indent=2))
     from tandem.obs.rollouts_top import print_frame
 
     print_frame(status)
