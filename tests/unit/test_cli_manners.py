@@ -90,7 +90,8 @@ class Hostile:
         self.wrong = wrong
 
     def tasks(self, split):
-        return [Task({HOSTILE!r} + split + "x" * n * (self.wrong != "ids"), ({{"role": "user", "content": {HOSTILE!r}}},), {{}}) for n in range(2)]
+        said = ({{"role": "user", "content": {HOSTILE!r}}},)
+        return [Task({HOSTILE!r} + split + "x" * n * (self.wrong != "ids"), said, {{}}) for n in range(2)]
 
     async def run(self, task, chat):
         await chat.reply()

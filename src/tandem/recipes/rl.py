@@ -123,8 +123,7 @@ class RlRun:
                 )
         for note in engaged.options(self.spec, self.model):
             self.run.note_option(*note)
-        for text in self.model.renderer.mended:
-            self.run.warn(text)
+        self.model.warn(self.run)
         warmup = self.spec.warmup
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
         self._teacher = await served_teacher(self.spec.algorithm, self.model)  # before the warm-up: it may be refused
