@@ -45,8 +45,7 @@ def artifacts_list(
 
     found = list_artifacts(url, endpoint=endpoint)
     if as_json:
-        echo(json.dumps([asdict(artifact) for artifact in found], indent=2))
-        return
+        return echo(json.dumps([asdict(artifact) for artifact in found], indent=2))
     for artifact in found:
         echo(f"{artifact.name}  {artifact.size_bytes:,} bytes in {len(artifact.entries)} files")
 

@@ -13,8 +13,7 @@ from tandem.cli.options import Overrides, echo
 def atropos(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/atropos.toml.")],
     run_dir: Annotated[
-        Path | None,
-        typer.Option(help="Run directory; give an earlier one to resume it. Default: runs/<name>-<time>."),
+        Path | None, typer.Option(help="Run directory; give an earlier one to resume it. Default: runs/<name>-<time>.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:

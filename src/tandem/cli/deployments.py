@@ -129,8 +129,7 @@ def undeploy(name: Name, as_json: AsJson = False) -> None:
 
 def _show(found: DeploymentInfo, as_json: bool) -> None:
     if as_json:
-        echo(found.model_dump_json(indent=2))
-        return
+        return echo(found.model_dump_json(indent=2))
     if found.online:
         echo(f"{found.name}  the online server {found.online}, which makes its own versions")
     for each in found.revisions:

@@ -157,13 +157,7 @@ def env_check(
     from tandem.recipes.base_rate import measure_base_rate
 
     found = measure_base_rate(
-        checked,
-        model,
-        params=params,
-        tasks=tasks,
-        group_size=answers,
-        max_tokens=max_tokens,
-        temperature=temperature,
+        checked, model, params=params, tasks=tasks, group_size=answers, max_tokens=max_tokens, temperature=temperature
     )
     echo(json.dumps(found.row()) if as_json else found.text())
     if not found.passed:

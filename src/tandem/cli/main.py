@@ -75,8 +75,7 @@ app.add_typer(control_app, name="control")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/quickstart.toml.")]
 Supervise = Annotated[
-    bool,
-    typer.Option("--supervise", help="Run in a child process and restart it after transient failures."),
+    bool, typer.Option("--supervise", help="Run in a child process and restart it after transient failures.")
 ]
 Source = Annotated[str, typer.Argument(metavar="DIR", help="Run directory, model directory or hub id.")]
 
@@ -208,8 +207,7 @@ def doctor(
 @app.command()
 def resume(
     run_dir: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Directory, or id on a control server, of a run that did not succeed."),
+        Path, typer.Argument(metavar="RUN", help="Directory, or id on a control server, of a run that did not succeed.")
     ],
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the run from a process that still holds it and cannot be ended.")
@@ -371,8 +369,7 @@ def evaluate(
 @app.command()
 def export(
     run_dir: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="A run that succeeded, or an online server's data directory."),
+        Path, typer.Argument(metavar="RUN", help="A run that succeeded, or an online server's data directory.")
     ],
     merge: Annotated[bool, typer.Option("--merge", help="After LoRA training: export the merged model.")] = False,
     step: Annotated[
@@ -428,8 +425,7 @@ def spec_show(spec: SpecFile, overrides: Overrides = None) -> None:
 @gateway_app.command("serve")
 def gateway_serve(
     model: Annotated[
-        str,
-        typer.Option(help="A model directory, run directory or hub id. With --engine-url: for its tokenizer only."),
+        str, typer.Option(help="A model directory, run directory or hub id. With --engine-url: for its tokenizer only.")
     ],
     engine_url: Annotated[str, typer.Option(help="URL of a running engine. Default: run one in this process.")] = "",
     engine_token_file: Annotated[Path | None, typer.Option(help="With --engine-url: file with its token.")] = None,

@@ -40,8 +40,7 @@ def env_list(
 
     found = list_environments()
     if as_json:
-        echo(json.dumps(found, indent=2))
-        return
+        return echo(json.dumps(found, indent=2))
     width = max(len(each["name"]) for each in found) + 2
     for each in found:
         echo(f"{each['name']:<{width}}{each['about']}")
@@ -53,8 +52,7 @@ def _list_index(as_json: bool) -> None:
     with Tandem() as server:
         found = server.environments()
     if as_json:
-        echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
-        return
+        return echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
     for each in found:
         _show(each)
 
@@ -85,8 +83,7 @@ def push(
             checks |= _loaded(wheel)
         done = server.push_environment(wheel, project=project, build=build, checks=checks)
     if as_json:
-        echo(done.model_dump_json(indent=2))
-        return
+        return echo(done.model_dump_json(indent=2))
     echo(f"{done.title}=={done.version}: pushed, sha256 {done.sha256}")
     _tell_use(done, server.url)
 
@@ -126,8 +123,7 @@ def verify(
     with Tandem() as server:
         found = server.verify_environment(name, signing_key=key)
     if as_json:
-        echo(json.dumps(found.row(), indent=2))
-        return
+        return echo(json.dumps(found.row(), indent=2))
     told = found.provenance
     echo(f"{found.package}=={found.version}{'  (yanked)' if found.yanked else ''}")
     echo(f"bytes       sha256 {found.sha256}, as the index says")

@@ -48,8 +48,7 @@ def rollouts_serve(
 @rollouts_app.command("top")
 def rollouts_top(
     source: Annotated[
-        str,
-        typer.Argument(metavar="URL|DATA_DIR", help="URL, data directory or ready file of a rollout service."),
+        str, typer.Argument(metavar="URL|DATA_DIR", help="URL, data directory or ready file of a rollout service.")
     ],
     token_file: Annotated[Path | None, typer.Option(help="With a URL: file with its token.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,

@@ -33,8 +33,7 @@ def samples(
         run_directory(run), steps=_steps(step), min_reward=min_reward, max_reward=max_reward, grep=grep, limit=limit
     )  # fmt: skip
     if as_json:
-        echo(json.dumps(found, indent=2, ensure_ascii=False))
-        return
+        return echo(json.dumps(found, indent=2, ensure_ascii=False))
     for each in reversed(found):  # the newest is the last on the screen
         echo(_text(each))
     echo(f"{len(found)} samples" + (f"; --limit {limit} leaves out older ones" if len(found) == limit else ""))

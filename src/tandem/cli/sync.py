@@ -18,10 +18,7 @@ sync_app = typer.Typer(
 
 
 @sync_app.command("audit")
-def sync_audit(
-    run: RunOrDir,
-    as_json: AsJson = False,
-) -> None:
+def sync_audit(run: RunOrDir, as_json: AsJson = False) -> None:
     """Print each version's proof that the engines served it. Exit code 1: a version has no proof."""
     from tandem.obs.sync_audit import audit_sync
     from tandem.obs.sync_report import audit_json, audit_text

@@ -21,8 +21,7 @@ def targets(
     gpu_memory_gib: Annotated[float, typer.Option(min=0, help="GiB of memory of each GPU. Default: any.")] = 0.0,
     hosts: Annotated[int, typer.Option(min=1, help="Hosts that a job needs.")] = 1,
     file: Annotated[
-        Path | None,
-        typer.Option(help="Default: ~/.config/tandem/targets.toml; if there is none, this machine."),
+        Path | None, typer.Option(help="Default: ~/.config/tandem/targets.toml; if there is none, this machine.")
     ] = None,
     server: Annotated[
         bool, typer.Option("--server", help="Those of the control server, which `tandem submit --target` takes.")

@@ -323,14 +323,7 @@ def _upload(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: flo
 
 
 async def _train(
-    spec: RunSpec,
-    run: Run,
-    environment: Any,
-    checkpointer: RunCheckpointer,
-    crew: Any,
-    *,
-    rehearse: bool,
-    fresh: bool,
+    spec: RunSpec, run: Run, environment: Any, checkpointer: RunCheckpointer, crew: Any, *, rehearse: bool, fresh: bool
 ) -> None:
     """Set up trackers, progress and plan, then train by the spec's recipe. `fresh`: no process has run it before."""
     from tandem.build import training

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import tomllib
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -118,27 +120,17 @@ def _look(check: ModelCheck, dtype: Literal["float32", "bfloat16"], gpu: str, re
     _ask(check, model, dtype)
 
 
-class _Keeper(logging.Handler):
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 @contextmanager
 def _kept_warnings() -> Generator[list[logging.LogRecord]]:
     """Collect the warnings of Tandem and transformers, which would go to stderr between the lines of the check."""
     from transformers.utils import logging as transformers_logging
 
-    handler = _Keeper(logging.WARNING)
-    own = logging.getLogger("tandem")
+    handler, own = BufferingHandler(sys.maxsize), logging.getLogger("tandem")
     transformers_logging.disable_default_handler()
     transformers_logging.add_handler(handler)
     own.addHandler(handler)
     try:
-        yield handler.records
+        yield handler.buffer
     finally:
         own.removeHandler(handler)
         transformers_logging.remove_handler(handler)

@@ -66,12 +66,7 @@ class RlRun:
     """One RL run: the model, engine, publisher and environment that its stages share."""
 
     def __init__(
-        self,
-        spec: RlSpec,
-        run: Run,
-        environment: Environment | None,
-        checkpointer: RunCheckpointer,
-        crew: Any = None,
+        self, spec: RlSpec, run: Run, environment: Environment | None, checkpointer: RunCheckpointer, crew: Any = None
     ) -> None:
         """`crew`: rank 0's, where several ranks train."""
         self.spec, self.run, self.environment, self.checkpointer = spec, run, environment, checkpointer
