@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 import transformers
 
 from conftest import Train
+from tandem import recipes
 from tandem.errors import SpecError
+from tandem.spec.hardware import Hardware
+from tandem.spec.toml import read_toml
 from tandem.text.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_report")
@@ -63,7 +67,28 @@ def test_what_tandem_tries_by_itself_is_reported_and_what_the_spec_asks_for_ends
         train(spec | {"engine": {"eager": False}}, name="asked")
 
 
-def test_a_field_that_was_left_out_ends_no_strict_run_and_the_same_value_written_does(
+def test_what_is_chosen_for_a_gpu_ends_no_strict_run_where_it_is_not_available(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has no kernel for packed rows, and compiles no layers; here the choice is that of a GPU."""
+    rows = [{"prompt": "+" * n, "completion": "-" * n} for n in range(1, 5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    spec: dict[str, Any] = {
+        "recipe": "sft", "device": "cpu", "strict": True, "model": {"path": hybrid(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "rows.jsonl")}, "train": {"steps": 30, "batch_size": 2, "lr": 1e-3},
+    }  # fmt: skip
+    monkeypatch.setattr(recipes, "this_machine", lambda device: Hardware("cuda", "a GPU", 79.0))
+    trained = train(spec)
+    (trained.directory / "status.json").unlink()
+    recipes.resume(trained.directory)
+    options = [event for event in trained.rows("events") if event["stage"] == "option"]
+    for name in ("model.attention", "model.compile"):
+        told = [(each["requested"], each["engaged"]) for each in options if each["option"] == name]
+        assert told == [("auto", False)] * 2
+    assert read_toml(trained.directory / "spec.toml")["model"]["attention"] == "packed"
+
+
+def test_a_field_that_was_left_out_ends_no_strict_run_also_resumed_and_the_same_value_written_does(
     train: Train, tmp_path: Path
 ) -> None:
     """This run cannot have states of 64 rows in half of so small a cache, nor equal bytes of overlapping workers."""
@@ -84,3 +109,9 @@ def test_a_field_that_was_left_out_ends_no_strict_run_and_the_same_value_written
         train(spec | {"engine": {"kv_gib": 2.5e-4, "max_running": 64}}, name="rows")
     with pytest.raises(SpecError, match=r"deterministic = True: is not available, .*strict = false"):
         train(spec | {"deterministic": True}, name="bytes")
+    (trained.directory / "status.json").unlink()  # as if it had been killed
+    assert recipes.resume(trained.directory)["state"] == "succeeded"
+    again = {event["option"]: event["requested"] for event in trained.rows("events") if event["stage"] == "option"}
+    assert again == {name: option["requested"] for name, option in options.items()}
+    with pytest.raises(SpecError, match=r"deterministic = True: is not available, .*strict = false"):
+        recipes.resume(tmp_path / "bytes")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tandem.cli import options
 from tandem.cli.main import app
 from tandem.env.load import ADAPTERS, BUILT_IN
 from tandem.obs.live_view import LiveView, busy
+from tandem.serve.terminal_chat import converse
 
 
 def made_run(place: Path, name: str, at: int, status: dict[str, Any] | None, *rows: dict[str, Any]) -> None:
@@ -59,6 +64,7 @@ def test_runs_are_listed_with_state_verdict_step_and_reward(tmp_path: Path):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
+        ("export RUN --gguf=", "'--gguf': '' must be one of 'f32', 'f16', 'bf16', 'q8_0', 'q4_1'"),
         ("export RUN --gguf q9", "'--gguf': 'q9' must be one of 'f32', 'f16', 'bf16', 'q8_0', 'q4_1'"),
         ("engine serve --kind foo", "'--kind': 'foo' must be one of 'server', 'vllm'"),
         ("serve DIR --port abc", "'--port': 'abc' must be a whole number"),
@@ -72,6 +78,67 @@ def test_a_wrong_value_of_an_option_is_refused_in_plain_words(command: str, said
     assert told.exit_code == 2
     text = " ".join(told.output.replace("│", " ").split())
     assert f"Invalid value for {said}" in text
+
+
+HOSTILE = "first\n\x1b]0;owned\x07\x9b2Jlast"
+ENVIRONMENT = f"""
+from tandem import Outcome, Task
+
+
+class Hostile:
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+
+    def tasks(self, split):
+        said = ({{"role": "user", "content": {HOSTILE!r}}},)
+        return [Task({HOSTILE!r} + split + "x" * n * (self.wrong != "ids"), said, {{}}) for n in range(2)]
+
+    async def run(self, task, chat):
+        await chat.reply()
+        if self.wrong == "run":
+            raise ValueError({HOSTILE!r})
+        return Outcome(1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("env try hostile.py:Hostile", "user> first\n\\u001b]0;owned\\u0007\\u009b2Jlast\n"),
+        ("env try hostile.py:Hostile --set wrong=run", "ValueError: first\n\\u001b]0;owned\\u0007\\u009b2Jlast\n"),
+        ("env check hostile.py:Hostile --set wrong=ids", "task id 'first\n\\u001b]0;owned\\u0007\\u009b2Jlast"),
+        ("plan \x1b[2Jmine.toml", "tandem: \\u001b[2Jmine.toml: cannot be read"),
+    ],
+)
+def test_no_text_of_others_controls_the_terminal(command: str, said: str, tmp_path: Path):
+    (tmp_path / "hostile.py").write_text(ENVIRONMENT)
+    tandem = [Path(sys.executable).with_name("tandem"), *command.split()]
+    done = subprocess.run(tandem, cwd=tmp_path, input="x\n", capture_output=True, text=True, timeout=60, check=False)
+    told = done.stdout + done.stderr
+    assert said in told
+    assert not [character for character in told if not character.isprintable() and character != "\n"]
+
+
+def test_commands_print_by_one_function_and_json_keeps_its_meaning(capsys: pytest.CaptureFixture[str]):
+    files = sorted(Path(options.__file__).parent.glob("*.py"))
+    printing = [file.name for file in files if re.search(r"typer\.echo|(?<!\.)\bprint\(", file.read_text())]
+    assert printing == ["options.py"]
+    options.echo(json.dumps({"said": HOSTILE}, ensure_ascii=False, indent=2))
+    told = capsys.readouterr().out
+    assert "\x9b" not in told
+    assert json.loads(told) == {"said": HOSTILE}
+
+
+def test_an_answer_of_a_model_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]):
+    class Hostile:
+        def forget(self) -> None: ...
+
+        async def reply(self, said: str, tell: Callable[[str], None]) -> None:
+            tell(HOSTILE)
+
+    lines = iter(["hello", "/exit"])
+    asyncio.run(converse(Hostile(), ask=lambda _: next(lines)))
+    assert "first\n]0;owned2Jlast" in capsys.readouterr().out
 
 
 def test_the_environments_that_have_a_name_are_listed():

@@ -50,11 +50,9 @@ def test_an_engine_of_another_kind_has_no_memory_to_lend():
     assert not sleeps(spec({"kind": "server"}), "cuda")
 
 
-def started(spec: Any, noted: list[Any], *chosen: str) -> RlRun:
-    """A run of which only `attached` is there. `chosen`: settings that were chosen for the machine."""
-    run: Any = SimpleNamespace(
-        attached=lambda attachment: None, note_option=lambda *note: noted.append(note), chosen=frozenset(chosen)
-    )
+def started(spec: Any, noted: list[Any]) -> RlRun:
+    """A run of which only `attached` is there."""
+    run: Any = SimpleNamespace(attached=lambda attachment: None, note_option=lambda *note: noted.append(note))
     rl = object.__new__(RlRun)
     rl.run, rl.spec, rl._noted = run, spec, set()
     return rl
@@ -79,7 +77,7 @@ def test_an_option_is_asked_for_only_by_a_field_that_the_user_wrote(
     noted: list[Any] = []
     started(written, noted).attached(told)
     started(left_out, noted).attached(told)
-    started(written, noted, f"engine.{field}").attached(told)
+    started(written.only_asked(left_out.as_written()), noted).attached(told)  # as if it had been chosen
     assert noted == [(name, requested, False, "no room") for requested in ("it", "auto", "auto")]
 
 

@@ -91,7 +91,7 @@ def test_a_gpu_gives_equal_bytes_only_if_the_spec_asks_for_them():
         ({"train": {"max_lag": 1}}, H200, {"deterministic": False}),
         ({}, T4, {"precision.weights": "float32", "model.attention": "sdpa", "engine.kind": "hf"}),
         ({"model": {"lora": {"base": "nf4"}}}, H100, {"model.attention": "sdpa", "engine.kind": "hf"}),
-        ({"strict": True}, H100, {"model.attention": "sdpa"}),
+        ({"strict": True}, H100, {"model.attention": "packed", "model.compile": True}),
         ({"engine": {"max_running": 64}}, H100, {"engine.kind": "vllm", "sync.bridge": "shared"}),
         ({"engine": {"kv_gib": 8.0}}, H100, {"engine.kind": "hf", "engine.max_running": 512}),
         ({"engine": {"kind": "vllm", "gpus": [1]}}, H100, {"sync.bridge": "broadcast"}),
@@ -170,6 +170,18 @@ def test_on_a_cpu_nothing_changes_and_the_line_says_so():
     assert choices_text(choices) == [
         "left out: precision.weights = 'float32', model.attention = 'sdpa', engine.kind = 'hf': for a CPU"
     ]
+
+
+@pytest.mark.parametrize("hardware", [CPU, H200], ids=["cpu", "h200"])
+def test_a_setting_that_the_user_left_out_counts_as_left_out_after_a_value_is_chosen(hardware: Hardware):
+    user = rl(strict=True, model={"attention": "packed", "lora": {"rank": 4}}, engine={"max_context": 512})
+    whole = parse_spec(tomllib.loads(to_toml(choose(user, hardware)[0])))
+    again = whole.only_asked(user.as_written())
+    assert again == whole
+    settings = ["model.attention", "model.lora.rank", "engine.max_context", "strict"]
+    assert not any(again.left_out(each) for each in settings)
+    left_out = ["model.activations", "model.lora.alpha", "engine.max_running", "precision.weights", "deterministic"]
+    assert all(again.left_out(each) and not whole.left_out(each) for each in left_out)
 
 
 def test_a_line_has_the_setting_the_choice_and_the_reason():

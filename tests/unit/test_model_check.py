@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.handlers
 import shutil
 import subprocess
 import sys
@@ -69,11 +70,38 @@ def test_what_transformers_warns_of_is_a_note_in_our_words_or_nothing(tiny: Path
     assert json.loads(done.stdout)["notes"] == [left]
 
 
-def test_a_package_that_recurrent_layers_lack_is_a_note_on_a_gpu():
+def test_a_run_says_what_is_left_out_once_and_keeps_the_other_warnings_of_transformers(tiny: Path, tmp_path: Path):
+    odd = tmp_path / "odd"
+    shutil.copytree(tiny, odd)
+    tensors = load_file(odd / "model.safetensors")
+    save_file({**tensors, "odd.weight": torch.zeros(2)}, odd / "model.safetensors", {"format": "pt"})
+    config = json.loads((odd / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "factor": 0.5, "rope_theta": 10000.0}
+    (odd / "config.json").write_text(json.dumps(config))
+    rows = [json.dumps({"prompt": "+" * n, "completion": "-" * n}) for n in range(1, 5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    told = ("recipe=sft", f"model.path={odd}", "data.path=rows.jsonl", "train.steps=1", "train.lr=1e-5")
+    command = [sys.executable, "-m", "tandem", "train", *(word for each in told for word in ("--set", each))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    lines = (done.stdout + done.stderr).splitlines()
+    left = f"model.path = '{odd}': Qwen3ForCausalLM leaves out 1 of its tensors: odd.weight"
+    assert [line.strip() for line in lines if "odd.weight" in line] == [left]
+    assert not [line for line in lines if "LOAD REPORT" in line or "UNEXPECTED" in line]
+    assert [line for line in lines if "factor field must be a float or int >= 1, got 0.5" in line]
+
+
+def test_a_package_that_recurrent_layers_lack_is_said_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch):
     text = "`f` is falling back to its reference PyTorch implementation because `causal_conv1d` is not installed."
-    warned = [logging.LogRecord("transformers.x", logging.WARNING, "", 0, text, None, None)] * 2
-    assert notes_of(warned, "cpu") == []
-    assert notes_of(warned, "cuda") == [
+    logger, handler = transformers.utils.logging.get_logger("transformers.x"), logging.handlers.BufferingHandler(9)
+    transformers.utils.logging.add_handler(handler)
+    built_model.quiet_transformers()
+    for is_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
+        logger.warning(text)
+        logger.warning(text)
+        assert len(handler.buffer) == 2 * is_gpu
+    transformers.utils.logging.remove_handler(handler)
+    assert notes_of(handler.buffer) == [
         "recurrent layers are computed by torch, more slowly, without causal_conv1d; install what is missing"
     ]
 
@@ -99,7 +127,7 @@ def test_a_warning_of_our_own_is_a_note_once_and_what_is_no_warning_is_not():
         return logging.LogRecord(name, level, "", 0, text, None, None)
 
     own = record("tandem.model.x", logging.WARNING, "the tokenizer has no end token")
-    assert notes_of([own, own, record("tandem.model.x", logging.INFO, "loaded")], "cpu") == [own.getMessage()]
+    assert notes_of([own, own, record("tandem.model.x", logging.INFO, "loaded")]) == [own.getMessage()]
 
 
 @pytest.mark.parametrize("gpu", [(), ("--gpu", "none"), ("--gpu", "cpu")])

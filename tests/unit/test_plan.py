@@ -412,10 +412,10 @@ def test_the_command_s_exit_code_says_whether_it_fits():
 
 def test_without_a_gpu_a_plan_says_that_it_is_for_another_machine(monkeypatch):
     monkeypatch.setattr(recipes_plan_run, "gpus_here", list)
-    told = "this is no plan for this machine, which has no GPU; `--gpu cpu` makes one"
-    assert told in CliRunner().invoke(app, ["plan", str(QUICKSTART), "--set", 'device="auto"']).stdout.replace(
-        "\n", " "
-    )
+    told = "this machine has no GPU, so the plan is for 'h200'; `--gpu cpu` plans for this machine"
+    lines = CliRunner().invoke(app, ["plan", str(QUICKSTART), "--set", 'device="auto"']).stdout.splitlines()
+    assert lines[lines.index("assumed:") + 1].strip() == told
+    assert lines[-1].startswith("all steps")  # the result stands last
     assert told not in CliRunner().invoke(app, ["plan", str(QUICKSTART), "--gpu", "cpu"]).stdout
 
 

@@ -318,6 +318,9 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path, capsys):
     with pytest.raises(SystemExit), exits_by_class():
         raise RunError("\x1b]0;owned\x07 [red]x[/red]")
     assert capsys.readouterr().err.startswith("tandem: ]0;owned [red]x[/red]\n")
+    with pytest.raises(SystemExit), exits_by_class():
+        raise ValueError("\x1b]0;owned\x07 [red]x[/red]")
+    assert capsys.readouterr().err.splitlines()[-2] == "ValueError: ]0;owned [red]x[/red]"
     odd = {**IMPROVED, "verdict": "\x1b]0;owned\x07 [red]x[/red]"}
     text = printed(make_run(tmp_path / "run", odd), odd)
     assert "\x1b" not in text

@@ -23,7 +23,7 @@ def swept(*ends: tuple[float, float], metric: str = "accuracy", tasks: int = 256
         for seed, (before, after) in enumerate(ends)
     ]
     seeds += [
-        SeedResult(90 + n, f"seed-{90 + n}", "failed", 0.9, 0.1, error="Starved: a | b\nc") for n in range(failed)
+        SeedResult(90 + n, f"seed-{90 + n}", "failed", 0.9, 0.1, error="Starved:\x1b a|b\nc") for n in range(failed)
     ]
     status: dict[str, Any] = {"state": "succeeded", "eval": {"metric": metric, "tasks": tasks, "margin": 0.05}}
     return summarise(HERE, seeds, [status] * len(ends), 0.95)
@@ -111,7 +111,7 @@ def test_the_table_has_a_row_a_seed_and_what_they_say_together():
         "|---|---|---|---|---|---|",
         "| 0 | 0.200 | 0.500 | +0.300 | [+0.300, +0.300] | improved |",
         "| 1 | 0.300 | 0.700 | +0.400 | [+0.400, +0.400] | improved |",
-        "| 90 | 0.900 | 0.100 | -0.800 |  | failed: Starved: a / b c |",
+        "| 90 | 0.900 | 0.100 | -0.800 |  | failed: Starved: a/b c |",
         "| mean | 0.250 | 0.600 | +0.350 | | |",
         "| std | 0.071 | 0.141 | 0.071 | | |",
         "",

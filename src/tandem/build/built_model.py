@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,8 +21,12 @@ from tandem.spec.run import PreferenceSpec, RlSpec, RunSpec
 if TYPE_CHECKING:
     from tandem.model.policy import CausalPolicy
     from tandem.optim.master_weights import Master
+    from tandem.runs.run import Run
     from tandem.text.renderer import Renderer
     from tandem.train.crew import Crew
+
+_SAID = re.compile(r"LOAD REPORT|The following generation flags are not valid")
+LACKED = re.compile(r"because `([^`]+)` is not installed")
 
 # Imports stand inside the functions, so that a run loads only what its spec needs, and wrong specs fail before torch.
 
@@ -51,6 +57,13 @@ class BuiltModel:
         hidden: int = self.policy.module.config.get_text_config().hidden_size
         shares = shares_unmasked if self.policy.forward.shares_freely else shares_masked(hidden)
         return shares_recurrent(shares) if self.policy.forward.is_recurrent else shares
+
+    def warn(self, run: Run) -> None:
+        """Print what was mended in the special tokens, and which tensors were left out; log.txt has the latter."""
+        for text in self.renderer.mended:
+            run.warn(text)
+        if text := getattr(self.policy.module, "left_out", ""):
+            run.view.say(f"   {text}")
 
     @property
     def num_ids(self) -> int:
@@ -99,6 +112,24 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> Any:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def quiet_transformers() -> None:
+    """Hide what transformers prints and Tandem says itself, or that has no effect here."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # the live view is the one that draws
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Return whether a record is neither of tensors that are left out or missing, nor of a generation_config.json, with
+    which Tandem does not sample, nor, without a GPU, of a GPU's package that recurrent layers lack."""
+    import torch
+
+    text = record.getMessage()
+    return not (_SAID.search(text) or (LACKED.search(text) and not torch.cuda.is_available()))
+
+
 def run_model(spec: RunSpec, crew: Crew | None, images: Path | None = None) -> BuiltModel:
     """Build the model of a run: in this process, or on all ranks of the crew. `images`: where the run keeps its images;
     None: a model that sees gets text only."""
@@ -133,8 +164,6 @@ def model(
     """Create or load the model, apply warm start, precision and adapters, and move it to `device`. With a crew, every
     rank calls this, and keeps its rows. `scores`: make it a reward model. `in_engine`: ranks will train in the memory
     of an engine's workers. `images`: a directory, for a model that sees. `trains`: its gradient is checked."""
-    from transformers.utils import logging as transformers_logging
-
     from tandem.model.cast_precision import narrow
     from tandem.model.policy import CausalPolicy
     from tandem.model.presets import make_model
@@ -144,7 +173,7 @@ def model(
     from tandem.text.renderer import Renderer
     from tandem.text.tokenizer import byte_tokenizer, load_tokenizer
 
-    transformers_logging.disable_progress_bar()  # the live view is the one that draws
+    quiet_transformers()
     adapter = spec.warm_start if spec.warm_start and spec.lora and is_adapter_start(spec.warm_start) else None
     warm_start = spec.warm_start if adapter is None else None
     module: Any = None  # where ranks read rows of the files themselves

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 
 artifacts_app = typer.Typer(help="Upload, list and download copies of runs.", no_args_is_help=True)
 
@@ -27,9 +27,9 @@ def artifacts_push(
 
     done = push_artifacts(run_dir, url=url)
     if as_json:
-        typer.echo(json.dumps([asdict(upload) for upload in done], indent=2))
+        echo(json.dumps([asdict(upload) for upload in done], indent=2))
     for upload in () if as_json else done:
-        typer.echo(f"{upload.state}  {upload.name}  {upload.size_bytes:,} bytes  {upload.error}".rstrip())
+        echo(f"{upload.state}  {upload.name}  {upload.size_bytes:,} bytes  {upload.error}".rstrip())
     if any(upload.state == "failed" for upload in done):
         raise typer.Exit(1)
 
@@ -45,10 +45,9 @@ def artifacts_list(
 
     found = list_artifacts(url, endpoint=endpoint)
     if as_json:
-        typer.echo(json.dumps([asdict(artifact) for artifact in found], indent=2))
-        return
+        return echo(json.dumps([asdict(artifact) for artifact in found], indent=2))
     for artifact in found:
-        typer.echo(f"{artifact.name}  {artifact.size_bytes:,} bytes in {len(artifact.entries)} files")
+        echo(f"{artifact.name}  {artifact.size_bytes:,} bytes in {len(artifact.entries)} files")
 
 
 @artifacts_app.command("fetch")
@@ -61,4 +60,4 @@ def artifacts_fetch(
     """Download an artifact and verify its digests."""
     from tandem.runs.artifacts import fetch_artifact
 
-    typer.echo(fetch_artifact(url, name, directory, endpoint=endpoint))
+    echo(fetch_artifact(url, name, directory, endpoint=endpoint))

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.options import Overrides
+from tandem.cli.options import Overrides, echo
 
 
 def atropos(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/atropos.toml.")],
     run_dir: Annotated[
-        Path | None,
-        typer.Option(help="Run directory; give an earlier one to resume it. Default: runs/<name>-<time>."),
+        Path | None, typer.Option(help="Run directory; give an earlier one to resume it. Default: runs/<name>-<time>.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
@@ -24,4 +23,4 @@ def atropos(
     checked = load_spec(spec, overrides or ())
     from tandem.recipes.atropos_run import run_atropos
 
-    run_atropos(checked, run_dir, tell=typer.echo)
+    run_atropos(checked, run_dir, tell=echo)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from tandem.cli.options import AsJson, Host, Insecure, Port, ReadyFile
+from tandem.cli.options import AsJson, Host, Insecure, Port, ReadyFile, echo
 
 control_app = typer.Typer(
     help="Serve runs on your machines to a team, and look after the server.", no_args_is_help=True
@@ -70,7 +70,7 @@ def control_serve(
     listen = Listen(data_dir, host, port, ready_file or data_dir / READY_FILE, insecure)
     has_mcp = find_spec("mcp") is not None
     if not has_mcp:
-        typer.echo('no assistant can connect: install "tandem-rl[control,mcp]" for /mcp')
+        echo('no assistant can connect: install "tandem-rl[control,mcp]" for /mcp')
     serve_control(
         listen, database=database, targets=targets, url=url, secrets_key_file=secrets_key_file,
         requests_per_s=requests_per_second, oidc=oidc, assistant=AssistantDoor if has_mcp else None,
@@ -86,7 +86,7 @@ def control_backup(
     """Copy the SQLite database, the secrets and the mirrors. The server may run meanwhile."""
     from tandem.control.maintenance import backup
 
-    typer.echo(f"{to}: {backup(data_dir, to, mirrors=mirrors) / 2**20:.1f} MiB")
+    echo(f"{to}: {backup(data_dir, to, mirrors=mirrors) / 2**20:.1f} MiB")
 
 
 @control_app.command("restore")
@@ -97,7 +97,7 @@ def control_restore(
     """Make a data directory from a backup. Runs that were submitted after it are unknown then, and their jobs end."""
     from tandem.control.maintenance import restore
 
-    typer.echo(f"{data_dir}: restored, revision {restore(source, data_dir)}; start it with `tandem control serve`")
+    echo(f"{data_dir}: restored, revision {restore(source, data_dir)}; start it with `tandem control serve`")
 
 
 @control_app.command("upgrade")
@@ -106,7 +106,7 @@ def control_upgrade(data_dir: DataDir = _HOME, database: Database = "") -> None:
     from tandem.control.maintenance import upgrade
 
     before, after = upgrade(data_dir, database)
-    typer.echo(f"revision {after}" if before in ("", after) else f"upgraded from revision {before} to {after}")
+    echo(f"revision {after}" if before in ("", after) else f"upgraded from revision {before} to {after}")
 
 
 @control_app.command("doctor")
@@ -116,9 +116,9 @@ def control_doctor(data_dir: DataDir = _HOME, database: Database = "", as_json: 
 
     found = list(doctor(data_dir, database))
     if as_json:
-        typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+        echo(json.dumps([asdict(each) for each in found], indent=2))
     for each in () if as_json else found:
-        typer.echo(f"{'ok   ' if each.ok else 'WRONG'} {each.what}: {each.says}")
+        echo(f"{'ok   ' if each.ok else 'WRONG'} {each.what}: {each.says}")
     if not all(each.ok for each in found):
         raise typer.Exit(1)
 
@@ -139,19 +139,19 @@ def control_audit(
 
         found = verified(data_dir, database)
         if as_json:
-            typer.echo(json.dumps(asdict(found), indent=2))
+            echo(json.dumps(asdict(found), indent=2))
         else:
-            typer.echo(f"WRONG: {found.problem}" if found.problem else f"{found.rows} rows, as they were written")
+            echo(f"WRONG: {found.problem}" if found.problem else f"{found.rows} rows, as they were written")
         raise typer.Exit(1 if found.problem else 0)
     from tandem.client import Tandem
 
     with Tandem() as server:
         rows = list(server.audit())
     if as_json:
-        typer.echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
+        echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
     for each in () if as_json else rows:
         told = {name: value for name, value in each.told.items() if name not in ("id", "at", "spec_toml")}
-        typer.echo(f"{each.n}  {_utc(each.at)}  {each.actor}  {each.action}  {each.item}  {json.dumps(told)}")
+        echo(f"{each.n}  {_utc(each.at)}  {each.actor}  {each.action}  {each.item}  {json.dumps(told)}")
 
 
 # --- over the server
@@ -172,7 +172,7 @@ def control_usage(
     with Tandem() as server:
         rows = list(server.usage(since=_millis(since, "--since"), until=_millis(until, "--until")))
     if as_json:
-        typer.echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
+        echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
     elif as_csv:
         out = csv.writer(sys.stdout)
         out.writerow(("key", "project", "run", "run_name", "kind", "began", "ended", "seconds", "usd"))
@@ -182,9 +182,9 @@ def control_usage(
     else:
         for each in rows:
             used = f"{(each.ended - each.began) / 1000:,.3f} s  {each.usd:.4f} USD"
-            typer.echo(f"{_utc(each.ended)}  {each.project}  {each.run}  {each.run_name}  {used}")
+            echo(f"{_utc(each.ended)}  {each.project}  {each.run}  {each.run_name}  {used}")
         seconds = sum(each.ended - each.began for each in rows) / 1000
-        typer.echo(f"{len(rows)} attempts, {seconds:,.3f} s, {sum(each.usd for each in rows):.2f} USD")
+        echo(f"{len(rows)} attempts, {seconds:,.3f} s, {sum(each.usd for each in rows):.2f} USD")
 
 
 def _utc(millis: int) -> str:
@@ -220,7 +220,7 @@ def control_project(
     with Tandem() as server:
         made = server.put_project(name, budget_usd=budget, max_live_runs=max_live_runs)
     told = f"{made.name}: budget {made.budget_usd:g} USD, spent {made.spent_usd:.2f}, runs {made.max_live_runs}"
-    typer.echo(made.model_dump_json(indent=2) if as_json else told)
+    echo(made.model_dump_json(indent=2) if as_json else told)
 
 
 @key_app.command("new")
@@ -243,7 +243,7 @@ def key_new(
     with Tandem() as server:
         org_id = server.make_org(org).id if org else ""
         made = server.make_key(name, scopes, project=project, org=org_id, expires_at=expires_at)
-    typer.echo(made.model_dump_json(indent=2) if as_json else made.key)
+    echo(made.model_dump_json(indent=2) if as_json else made.key)
 
 
 @key_app.command("list")
@@ -254,10 +254,10 @@ def key_list(as_json: AsJson = False) -> None:
     with Tandem() as server:
         found = server.keys()
     if as_json:
-        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
+        echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
     for each in () if as_json else found:
         state = "revoked" if each.revoked_at else "expires" if each.expires_at else ""
-        typer.echo(f"{each.id}  {each.name}  {','.join(each.scopes)}  {each.project}  {state}".rstrip())
+        echo(f"{each.id}  {each.name}  {','.join(each.scopes)}  {each.project}  {state}".rstrip())
 
 
 @key_app.command("revoke")
@@ -266,7 +266,7 @@ def key_revoke(key_id: Annotated[str, typer.Argument(metavar="ID", help="As `key
     from tandem.client import Tandem
 
     with Tandem() as server:
-        typer.echo(f"{server.revoke_key(key_id).id} revoked")
+        echo(f"{server.revoke_key(key_id).id} revoked")
 
 
 # --- secrets
@@ -293,7 +293,7 @@ def secret_set(
         value = sys.stdin.read()
     with Tandem() as server:
         made = server.set_secret(name, value.removesuffix("\n"), project=project)
-    typer.echo(f"{made.name}: value {made.version}")
+    echo(f"{made.name}: value {made.version}")
 
 
 @secret_app.command("list")
@@ -304,9 +304,9 @@ def secret_list(as_json: AsJson = False) -> None:
     with Tandem() as server:
         found = server.secrets()
     if as_json:
-        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
+        echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
     for each in () if as_json else found:
-        typer.echo(f"{each.name}  {each.project or 'every project'}  value {each.version}, set by {each.changed_by}")
+        echo(f"{each.name}  {each.project or 'every project'}  value {each.version}, set by {each.changed_by}")
 
 
 @secret_app.command("delete")
@@ -317,4 +317,4 @@ def secret_delete(
     from tandem.client import Tandem
 
     with Tandem() as server:
-        typer.echo(f"{server.delete_secret(name, project=project).name} deleted")
+        echo(f"{server.delete_secret(name, project=project).name} deleted")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.options import Host, Insecure, Port, ReadyFile
+from tandem.cli.options import Host, Insecure, Port, ReadyFile, echo
 
 _HOME = Path(".tandem") / "dashboard"
 
@@ -40,7 +40,7 @@ def dashboard(
 
     def tell(_: str) -> None:
         address = f"{served.url}/#token={token}"
-        typer.echo(f"{directory} at {address}")
+        echo(f"{directory} at {address}")
         if browser:
             webbrowser.open(address)
 

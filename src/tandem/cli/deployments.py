@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 
 if TYPE_CHECKING:
     from tandem.client import RemoteRun
@@ -77,7 +77,7 @@ def _last_saved(run: RemoteRun) -> int:
     if not saved:
         raise typer.BadParameter(f"'{run.id}' has saved no step yet, so there is nothing to deploy")
     if saved[-1] != last:
-        typer.echo(f"step {last} of {run.id} was not saved; step {saved[-1]} is deployed", err=True)
+        echo(f"step {last} of {run.id} was not saved; step {saved[-1]} is deployed", err=True)
     return saved[-1]
 
 
@@ -91,7 +91,7 @@ def deployments(
     with Tandem() as server:
         found = [server.deployment(name)] if name else server.deployments()
     if as_json:
-        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
+        echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
     for each in () if as_json else found:
         _show(each, as_json=False)
 
@@ -124,23 +124,22 @@ def undeploy(name: Name, as_json: AsJson = False) -> None:
 
     with Tandem() as server:
         gone = server.undeploy(name)
-    typer.echo(gone.model_dump_json(indent=2) if as_json else f"{gone.name}: undeployed")
+    echo(gone.model_dump_json(indent=2) if as_json else f"{gone.name}: undeployed")
 
 
 def _show(found: DeploymentInfo, as_json: bool) -> None:
     if as_json:
-        typer.echo(found.model_dump_json(indent=2))
-        return
+        return echo(found.model_dump_json(indent=2))
     if found.online:
-        typer.echo(f"{found.name}  the online server {found.online}, which makes its own versions")
+        echo(f"{found.name}  the online server {found.online}, which makes its own versions")
     for each in found.revisions:
         share = f"canary {each.canary * 100:g} %" if each.canary else f"weight {each.weight}"
         state = "asleep" if each.asleep else "ready" if each.ready else each.state
         why = f": {each.why}" if each.why and not each.asleep else ""
-        typer.echo(f"{found.name}@{each.n}  {each.run}@{each.step}  {share}  {state}{why}")
+        echo(f"{found.name}@{each.n}  {each.run}@{each.step}  {share}  {state}{why}")
         if each.errors.count:
-            typer.echo(f"  failed   {_rate(each.errors)}")
-            typer.echo(f"  seconds  {_mean(each.seconds)}\n  feedback {_mean(each.feedback)}")
+            echo(f"  failed   {_rate(each.errors)}")
+            echo(f"  seconds  {_mean(each.seconds)}\n  feedback {_mean(each.feedback)}")
 
 
 def _rate(of: Measured) -> str:

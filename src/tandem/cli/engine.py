@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tandem.cli.options import EngineTable, Host, Insecure, Port, ReadyFile, Thinking
+from tandem.cli.options import EngineTable, Host, Insecure, Port, ReadyFile, Thinking, echo
 
 engine_app = typer.Typer(help="Serve an engine in its own process; install and check vLLM.", no_args_is_help=True)
 
@@ -94,7 +94,7 @@ def engine_install(
     """Create a separate Python environment with vLLM and print the path of its interpreter."""
     from tandem.recipes.engine_commands import install_engine
 
-    typer.echo(install_engine(directory, device=device, version=version, tell=_to_stderr))
+    echo(install_engine(directory, device=device, version=version, tell=_to_stderr))
 
 
 @engine_app.command("check")
@@ -129,11 +129,11 @@ def engine_check(
     options = parse_overrides(option or ())
     check = check_engine(
         python, model=model, bridges=bridge or (), device=device, dtype=dtype, options=options, targets=target or (),
-        tell=typer.echo,
+        tell=echo,
     )  # fmt: skip
     if not check.passed:
         raise typer.Exit(1)
 
 
 def _to_stderr(text: str) -> None:
-    typer.echo(text, err=True)
+    echo(text, err=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from tandem.cli import packages
-from tandem.cli.options import AsJson, Thinking
+from tandem.cli.options import AsJson, Thinking, echo
 
 Params = Annotated[
     list[str] | None,
@@ -27,7 +27,7 @@ def env_new(
     from tandem.env.scaffold import new_environment
 
     for path in new_environment(name, directory):
-        typer.echo(path)
+        echo(path)
 
 
 @env_app.command("try")
@@ -41,7 +41,7 @@ def env_try(
     from tandem.env.human_player import try_environment
     from tandem.spec.load import parse_overrides
 
-    try_environment(name, parse_overrides(params or ()), split=split, index=index)
+    try_environment(name, parse_overrides(params or ()), split=split, index=index, tell=echo)
 
 
 @env_app.command("serve")
@@ -150,22 +150,16 @@ def env_check(
         from tandem.recipes.demonstration_check import check_demonstrations
 
         shown = check_demonstrations(checked, params=params)
-        typer.echo(json.dumps(shown.row()) if as_json else shown.text())
+        echo(json.dumps(shown.row()) if as_json else shown.text())
         if not shown.passed:
             raise typer.Exit(1)
         return
     from tandem.recipes.base_rate import measure_base_rate
 
     found = measure_base_rate(
-        checked,
-        model,
-        params=params,
-        tasks=tasks,
-        group_size=answers,
-        max_tokens=max_tokens,
-        temperature=temperature,
+        checked, model, params=params, tasks=tasks, group_size=answers, max_tokens=max_tokens, temperature=temperature
     )
-    typer.echo(json.dumps(found.row()) if as_json else found.text())
+    echo(json.dumps(found.row()) if as_json else found.text())
     if not found.passed:
         raise typer.Exit(1)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 
 
 def feedback_command(
@@ -34,7 +34,6 @@ def feedback_command(
     if out is not None:
         write_rows(rows, out)
     if as_json:
-        typer.echo(json.dumps({**found, "rows": len(rows), "out": str(out) if out else None}))
-        return
-    typer.echo(f"{found['chats']} chats, {found['rated']} rated, {found['better']} with a better answer")
-    typer.echo(f"{len(rows)} rows as {kind}" + (f" in {out}" if out else "; --out FILE writes them"))
+        return echo(json.dumps({**found, "rows": len(rows), "out": str(out) if out else None}))
+    echo(f"{found['chats']} chats, {found['rated']} rated, {found['better']} with a better answer")
+    echo(f"{len(rows)} rows as {kind}" + (f" in {out}" if out else "; --out FILE writes them"))

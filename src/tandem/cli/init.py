@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tandem.cli.options import echo
+
 
 def init(
     goal: Annotated[str, typer.Option(help="rewards (RL), imitate (SFT) or prefer (DPO). Default: ask.")] = "",
@@ -39,15 +41,15 @@ def init(
         while not given[field]:
             told, known = typer.prompt(question, default=default), choices(field)
             if known and told not in known:
-                typer.echo(f"'{told}': choose {', '.join(known)}", err=True)
+                echo(f"'{told}': choose {', '.join(known)}", err=True)
             else:
                 given[field] = told
     vllm = (Path(".tandem") / "vllm" / "bin" / "python").exists()
     path = write_first_spec(FirstAnswers(**given, billions=billions, vllm=vllm), out)
-    typer.echo(f"wrote {path}\nNext:")
+    echo(f"wrote {path}\nNext:")
     card = "cpu" if given["gpu"] == "none" else given["gpu"]
     kind = f" --gpu {card}" if card in {*cards(), "cpu"} else f" --memory-gib {card}"
-    typer.echo(f"  tandem plan {path}{kind}    what it needs")
+    echo(f"  tandem plan {path}{kind}    what it needs")
     if given["goal"] == "rewards" and "preset" not in path.read_text(encoding="utf-8"):
-        typer.echo(f"  tandem env check {path}    how often the model is right before it is trained")
-    typer.echo(f"  tandem train {path}")
+        echo(f"  tandem env check {path}    how often the model is right before it is trained")
+    echo(f"  tandem train {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,6 +38,7 @@ from tandem.cli.options import (
     Thinking,
     Version,
     checked_spec,
+    echo,
     view_of,
 )
 from tandem.cli.others import CommandsWithOthers, SpecCommand
@@ -73,8 +75,7 @@ app.add_typer(control_app, name="control")
 
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="TOML file, as in examples/quickstart.toml.")]
 Supervise = Annotated[
-    bool,
-    typer.Option("--supervise", help="Run in a child process and restart it after transient failures."),
+    bool, typer.Option("--supervise", help="Run in a child process and restart it after transient failures.")
 ]
 Source = Annotated[str, typer.Argument(metavar="DIR", help="Run directory, model directory or hub id.")]
 
@@ -134,7 +135,7 @@ def train(
             done = run(checked, run_dir, rehearse=rehearse, view=view)
             directory, status = done.directory, done.status
     if as_json:
-        typer.echo(json.dumps({"run": str(directory), **status}, indent=2))
+        echo(json.dumps({"run": str(directory), **status}, indent=2))
 
 
 @app.command(cls=SpecCommand)
@@ -184,7 +185,7 @@ def plan(
         row_tokens=row_tokens,
         answer_tokens=answer_tokens,
     )
-    typer.echo(json.dumps(planned.as_json(), indent=2) if as_json else plan_text(planned))
+    echo(json.dumps(planned.as_json(), indent=2) if as_json else plan_text(planned))
     if not planned.fits:
         raise typer.Exit(1)
 
@@ -198,7 +199,7 @@ def doctor(
     from tandem.runs.doctor import diagnose, health_text
 
     health = diagnose(directory)
-    typer.echo(json.dumps(health.as_json(), indent=2) if as_json else health_text(health))
+    echo(json.dumps(health.as_json(), indent=2) if as_json else health_text(health))
     if not health.able:
         raise typer.Exit(1)
 
@@ -206,8 +207,7 @@ def doctor(
 @app.command()
 def resume(
     run_dir: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Directory, or id on a control server, of a run that did not succeed."),
+        Path, typer.Argument(metavar="RUN", help="Directory, or id on a control server, of a run that did not succeed.")
     ],
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Take the run from a process that still holds it and cannot be ended.")
@@ -250,7 +250,7 @@ def resume(
     with exits_by_class():
         status = resume(run_dir, take_over=take_over, ranks=ranks, view=view)
     if as_json:
-        typer.echo(json.dumps({"run": str(run_dir), **status}, indent=2))
+        echo(json.dumps({"run": str(run_dir), **status}, indent=2))
 
 
 def _ranks_of(overrides: Sequence[str]) -> int:
@@ -274,9 +274,7 @@ def digest(
     from tandem.runs.run_ending import digest_run
 
     found = digest_run(run_dir)
-    typer.echo(
-        json.dumps(found, indent=2) if as_json else "\n".join(f"{what} {hash_}" for what, hash_ in found.items())
-    )
+    echo(json.dumps(found, indent=2) if as_json else "\n".join(f"{what} {hash_}" for what, hash_ in found.items()))
 
 
 @app.command()
@@ -365,14 +363,13 @@ def evaluate(
 
     checked = load_spec(spec, overrides or ()) if spec else None
     judged = evaluate_model(source, checked, base=base, directory=out)
-    typer.echo(json.dumps(judged.row(), indent=2) if as_json else judged.text())
+    echo(json.dumps(judged.row(), indent=2) if as_json else judged.text())
 
 
 @app.command()
 def export(
     run_dir: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="A run that succeeded, or an online server's data directory."),
+        Path, typer.Argument(metavar="RUN", help="A run that succeeded, or an online server's data directory.")
     ],
     merge: Annotated[bool, typer.Option("--merge", help="After LoRA training: export the merged model.")] = False,
     step: Annotated[
@@ -392,20 +389,21 @@ def export(
         str, typer.Option(metavar="ID", help="Adapter: its base's id on the hub, user/name. Default: as the base says.")
     ] = "",
     gguf: Annotated[
-        Literal["", "f32", "f16", "bf16", "q8_0", "q4_1"],
+        Literal["f32", "f16", "bf16", "q8_0", "q4_1"] | None,
         typer.Option(help="Write one GGUF file of this kind, for llama.cpp, and a Modelfile for Ollama. Default: no."),
-    ] = "",
+    ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: make a new repository public.")] = False,
 ) -> None:
     """Write a deployable copy of a run's or an online server's model, with a model card."""
     from tandem.recipes.export import export_run
 
     copy = export_run(
-        run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base, gguf=gguf
-    )
-    typer.echo(copy)
+        run_dir, merge=merge, step=step, version=version, directory=out, push=push, public=public, base=base,
+        gguf=gguf or "",
+    )  # fmt: skip
+    echo(copy)
     if (Path(copy) / "Modelfile").exists():
-        typer.echo(f"for Ollama: cd {copy} && ollama create my-model -f Modelfile", err=True)
+        echo(f"for Ollama: cd {copy} && ollama create my-model -f Modelfile", err=True)
 
 
 @spec_app.command("schema")
@@ -413,7 +411,7 @@ def spec_schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
     from tandem.spec.load import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    echo(json.dumps(json_schema(), indent=2))
 
 
 @spec_app.command("show")
@@ -421,14 +419,13 @@ def spec_show(spec: SpecFile, overrides: Overrides = None) -> None:
     """Check SPEC and print it as TOML with all defaults."""
     from tandem.spec.load import load_spec, to_toml
 
-    typer.echo(to_toml(load_spec(spec, overrides or ())), nl=False)
+    echo(to_toml(load_spec(spec, overrides or ())), nl=False)
 
 
 @gateway_app.command("serve")
 def gateway_serve(
     model: Annotated[
-        str,
-        typer.Option(help="A model directory, run directory or hub id. With --engine-url: for its tokenizer only."),
+        str, typer.Option(help="A model directory, run directory or hub id. With --engine-url: for its tokenizer only.")
     ],
     engine_url: Annotated[str, typer.Option(help="URL of a running engine. Default: run one in this process.")] = "",
     engine_token_file: Annotated[Path | None, typer.Option(help="With --engine-url: file with its token.")] = None,
@@ -492,7 +489,7 @@ def main() -> None:
     try:
         app()
     except TandemError as error:
-        print(f"tandem: {error}", file=sys.stderr)
+        echo(f"tandem: {error}", err=True)
         sys.exit(error.exit_code)
     except Exception as error:
         from tandem.io.extras import explain_missing
@@ -501,8 +498,9 @@ def main() -> None:
         if interrupted(error):
             sys.exit(130)
         if not (reason := told_by_the_system(error) or explain_missing(error)):
+            sys.excepthook = lambda _, error, __: echo("".join(traceback.format_exception(error)), nl=False, err=True)
             raise
-        print(f"tandem: {reason}", file=sys.stderr)
+        echo(f"tandem: {reason}", err=True)
         sys.exit(2)
 
 

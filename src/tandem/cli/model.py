@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 
 model_app = typer.Typer(help="Look at a model before it is trained.", no_args_is_help=True)
 
@@ -31,6 +31,6 @@ def model_check(
     from tandem.recipes.model_check import check_model
 
     check = check_model(source, dtype=dtype, gpu=gpu, revision=revision)
-    typer.echo(check.as_json() if as_json else str(check))
+    echo(check.as_json() if as_json else str(check))
     if not check.passed:
         raise typer.Exit(1)

@@ -41,6 +41,13 @@ Thinking = Annotated[
 ]
 
 
+def echo(text: object, *, err: bool = False, nl: bool = True) -> None:
+    """Print text of any origin: it cannot control the terminal."""
+    from tandem.obs.claims import visible
+
+    typer.echo(visible(str(text)), err=err, nl=nl)
+
+
 def checked_spec(spec: Path | None, overrides: Sequence[str] | None) -> RunSpec:
     """Return the checked spec of a file and its overrides, or of overrides alone."""
     from tandem.spec.load import load_spec, parse_overrides, parse_spec
@@ -70,7 +77,7 @@ def _print_version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        typer.echo(f"tandem {version('tandem-rl')}")
+        echo(f"tandem {version('tandem-rl')}")
         raise typer.Exit
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 
 if TYPE_CHECKING:
     from tandem.shapes.packages import PackageInfo, PackageVersionInfo
@@ -40,11 +40,10 @@ def env_list(
 
     found = list_environments()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
+        return echo(json.dumps(found, indent=2))
     width = max(len(each["name"]) for each in found) + 2
     for each in found:
-        typer.echo(f"{each['name']:<{width}}{each['about']}")
+        echo(f"{each['name']:<{width}}{each['about']}")
 
 
 def _list_index(as_json: bool) -> None:
@@ -53,8 +52,7 @@ def _list_index(as_json: bool) -> None:
     with Tandem() as server:
         found = server.environments()
     if as_json:
-        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
-        return
+        return echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
     for each in found:
         _show(each)
 
@@ -62,9 +60,7 @@ def _list_index(as_json: bool) -> None:
 def _show(package: PackageInfo) -> None:
     for each in package.versions:
         yanked = f"  yanked{f': {each.yanked_why}' if each.yanked_why else ''}" if each.yanked_at else ""
-        typer.echo(
-            f"{each.title}=={each.version}  {each.size:,} bytes  sha256 {each.sha256[:12]}  {each.summary}{yanked}"
-        )
+        echo(f"{each.title}=={each.version}  {each.size:,} bytes  sha256 {each.sha256[:12]}  {each.summary}{yanked}")
 
 
 def push(
@@ -87,15 +83,14 @@ def push(
             checks |= _loaded(wheel)
         done = server.push_environment(wheel, project=project, build=build, checks=checks)
     if as_json:
-        typer.echo(done.model_dump_json(indent=2))
-        return
-    typer.echo(f"{done.title}=={done.version}: pushed, sha256 {done.sha256}")
+        return echo(done.model_dump_json(indent=2))
+    echo(f"{done.title}=={done.version}: pushed, sha256 {done.sha256}")
     _tell_use(done, server.url)
 
 
 def _tell_use(done: PackageVersionInfo, url: str) -> None:
-    typer.echo(f'in a spec:  [environment]  name = "{done.title}=={done.version}"')
-    typer.echo(f"elsewhere:  pip install --index-url {url.replace('://', '://KEY_NAME:KEY@', 1)}/simple/ {done.id}")
+    echo(f'in a spec:  [environment]  name = "{done.title}=={done.version}"')
+    echo(f"elsewhere:  pip install --index-url {url.replace('://', '://KEY_NAME:KEY@', 1)}/simple/ {done.id}")
 
 
 def yank(
@@ -110,7 +105,7 @@ def yank(
     with Tandem() as server:
         done = server.yank_environment(name, why=why, undo=undo)
     state = "yanked" if done.yanked_at else "not yanked"
-    typer.echo(done.model_dump_json(indent=2) if as_json else f"{done.title}=={done.version}: {state}")
+    echo(done.model_dump_json(indent=2) if as_json else f"{done.title}=={done.version}: {state}")
 
 
 def verify(
@@ -128,18 +123,17 @@ def verify(
     with Tandem() as server:
         found = server.verify_environment(name, signing_key=key)
     if as_json:
-        typer.echo(json.dumps(found.row(), indent=2))
-        return
+        return echo(json.dumps(found.row(), indent=2))
     told = found.provenance
-    typer.echo(f"{found.package}=={found.version}{'  (yanked)' if found.yanked else ''}")
-    typer.echo(f"bytes       sha256 {found.sha256}, as the index says")
-    typer.echo(f"RECORD      {found.files} files of its code, each with its hash")
-    typer.echo(f"signature   of the server's key {found.signed_by[:16]}")
+    echo(f"{found.package}=={found.version}{'  (yanked)' if found.yanked else ''}")
+    echo(f"bytes       sha256 {found.sha256}, as the index says")
+    echo(f"RECORD      {found.files} files of its code, each with its hash")
+    echo(f"signature   of the server's key {found.signed_by[:16]}")
     who = cast("dict[str, str]", told.get("pushed_by") or {})
-    typer.echo(f"pushed by   key {who.get('key', '')} of {who.get('org', '')}")
+    echo(f"pushed by   key {who.get('key', '')} of {who.get('org', '')}")
     for part in ("build", "checks"):
         row = cast("dict[str, Any]", told.get(part) or {})
-        typer.echo(f"{part:<12}{', '.join(f'{name} {value}' for name, value in row.items()) or 'nothing told'}")
+        echo(f"{part:<12}{', '.join(f'{name} {value}' for name, value in row.items()) or 'nothing told'}")
 
 
 # --- before a push

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cli.options import AsJson, Overrides
+from tandem.cli.options import AsJson, Overrides, echo
 from tandem.runs.named_runs import is_run_id, look_remote, mirror_of
 
 if TYPE_CHECKING:
@@ -48,17 +48,17 @@ def login(
     with Tandem(url, key, patience_s=5.0) as server:
         me = server.me()
     saved = save_place(Place(url, key, me.signing_key, signed_in))
-    typer.echo(f"{saved}: org {me.org_name}, {', '.join(me.scopes)}")
+    echo(f"{saved}: org {me.org_name}, {', '.join(me.scopes)}")
     if signed_in is not None and not signed_in.refresh_token:
         until = time.strftime("%H:%M", time.localtime(signed_in.expires_at / 1000))
-        typer.echo(f"{signed_in.issuer} gave no refresh token: sign in again at {until}", err=True)
+        echo(f"{signed_in.issuer} gave no refresh token: sign in again at {until}", err=True)
 
 
 def _show_address(address: str) -> None:
     import threading
     import webbrowser
 
-    typer.echo(f"sign in with a browser on this machine:\n{address}")
+    echo(f"sign in with a browser on this machine:\n{address}")
     # A browser in the terminal ends only after the sign-in, for which this process must go on meanwhile.
     threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
@@ -95,9 +95,9 @@ def submit(
             retries=retries, secrets=secret or (),
         )  # fmt: skip
         if as_json:
-            typer.echo(run.info().model_dump_json(indent=2))
+            echo(run.info().model_dump_json(indent=2))
         else:
-            typer.echo(f"{run.id}: queued on {target}")
+            echo(f"{run.id}: queued on {target}")
         if not (detach or as_json):
             _leave(watch_remote(run, once=False, as_json=False))
 
@@ -113,7 +113,7 @@ def cancel(
     with Tandem() as server:
         found = server.run(run).cancel(save=save)
     told = f"{found.id}: {found.state}" + ("" if found.ended_at else f", asked to {found.want}")
-    typer.echo(found.model_dump_json(indent=2) if as_json else told)
+    echo(found.model_dump_json(indent=2) if as_json else told)
 
 
 def pull(
@@ -129,7 +129,7 @@ def pull(
     with Tandem() as server:
         done = server.run(run).pull(directory or Path("runs") / run)
     told = {"directory": str(done.directory), "files": done.files, "bytes": done.bytes}
-    typer.echo(json.dumps(told) if as_json else f"{done.directory}: {done.files} files, {done.bytes:,} bytes new")
+    echo(json.dumps(told) if as_json else f"{done.directory}: {done.files} files, {done.bytes:,} bytes new")
 
 
 def logs(
@@ -150,7 +150,7 @@ def logs(
         try:
             _logs(server.run(run), file, follow=follow)
         except KeyboardInterrupt:
-            typer.echo(f"\n{run} goes on", err=True)
+            echo(f"\n{run} goes on", err=True)
 
 
 def _logs(run: RemoteRun, file: str, *, follow: bool) -> None:
@@ -181,7 +181,7 @@ def _print_bytes(data: bytes) -> None:
     from tandem.obs.claims import printable
 
     text = data.decode("utf-8", errors="replace")
-    typer.echo("\n".join(printable(line) for line in text.split("\n")), nl=False)
+    echo("\n".join(printable(line) for line in text.split("\n")), nl=False)
 
 
 # --- follow
@@ -192,11 +192,9 @@ def watch_remote(run: RemoteRun, *, once: bool, as_json: bool) -> str:
     from tandem.runs.watch import watch_run
 
     try:
-        return watch_run(mirror_of(run.id), once=once, as_json=as_json, tell=typer.echo, see=lambda: look_remote(run))
+        return watch_run(mirror_of(run.id), once=once, as_json=as_json, tell=echo, see=lambda: look_remote(run))
     except KeyboardInterrupt:
-        typer.echo(
-            f"\n{run.id} goes on. `tandem watch {run.id}` follows it, `tandem cancel {run.id}` ends it", err=True
-        )
+        echo(f"\n{run.id} goes on. `tandem watch {run.id}` follows it, `tandem cancel {run.id}` ends it", err=True)
         return "left"
 
 
@@ -219,20 +217,20 @@ def _show_plan(server: Tandem, spec: Any, target: str, max_cost: float) -> None:
     found, parallel = there[target], spec.parallel
     check_hosts(parallel, target, found.kind)
     if found.error:
-        typer.echo(f"{target} ({found.kind}) does not answer now: {found.error}")
+        echo(f"{target} ({found.kind}) does not answer now: {found.error}")
     for offer in found.offers:
         cards = f"{offer.gpus} x {offer.gpu or 'GPU'}" if offer.gpus else f"{offer.cpus} CPUs"
         if offer.hosts < parallel.hosts:
             offer = offer.model_copy(update={"now": False, "fits": False, "why_not": f"it has {offer.hosts} hosts"})
         state = "now" if offer.now else f"{'later' if offer.fits else 'never'}: {offer.why_not}"
-        typer.echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
-        typer.echo(_estimate(spec, offer) or _estimate_by(server, spec, target, offer))
+        echo(f"{target} ({found.kind})  {offer.name}  {cards}  {offer.usd_per_hour:g} USD/h  {state}")
+        echo(_estimate(spec, offer) or _estimate_by(server, spec, target, offer))
     if parallel.hosts > 1:
         each = f"{parallel.row_shards} of its {parallel.ranks} ranks on each"
-        typer.echo(f"It takes {parallel.hosts} hosts at once, {each}; a price by the hour is of one host.")
+        echo(f"It takes {parallel.hosts} hosts at once, {each}; a price by the hour is of one host.")
     if found.kind != "local" and (files := sorted(set(spec.local_files()))):
-        typer.echo(f"The spec names files of this machine; {target} must have them there, too: {', '.join(files)}")
-    typer.echo(f"It is stopped before it costs more than {max_cost:g} USD." if max_cost else "It has no cost limit.")
+        echo(f"The spec names files of this machine; {target} must have them there, too: {', '.join(files)}")
+    echo(f"It is stopped before it costs more than {max_cost:g} USD." if max_cost else "It has no cost limit.")
 
 
 def _estimate(spec: Any, offer: OfferInfo) -> str:
@@ -282,7 +280,7 @@ def resume_remote(run_id: str, max_cost: float | None, *, as_json: bool) -> None
 
     with Tandem() as server:
         found = server.run(run_id).resume(max_cost_usd=max_cost)
-    typer.echo(found.model_dump_json(indent=2) if as_json else f"{run_id}: {found.state}")
+    echo(found.model_dump_json(indent=2) if as_json else f"{run_id}: {found.state}")
 
 
 def print_runs(as_json: bool) -> bool:
@@ -295,11 +293,11 @@ def print_runs(as_json: bool) -> bool:
         found = server.runs()
         url = server.url
     if as_json:
-        typer.echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
+        echo(json.dumps([each.model_dump(mode="json") for each in found], indent=2))
         return True
-    typer.echo(f"runs of {url}; those of a directory: tandem runs DIR")
+    echo(f"runs of {url}; those of a directory: tandem runs DIR")
     for each in reversed(found):
         steps = f"{each.step}/{each.steps_total}" if each.steps_total else ""
         words = (each.id, each.name, each.target, each.state, steps, f"{each.cost_usd:.2f} USD", each.verdict, each.why)
-        typer.echo("  ".join(filter(None, words)))
+        echo("  ".join(filter(None, words)))
     return True

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.options import AsJson, Host, Insecure, Port, ReadyFile
+from tandem.cli.options import AsJson, Host, Insecure, Port, ReadyFile, echo
 
 rollouts_app = typer.Typer(help="Queue groups from many environments for one trainer, over HTTP.", no_args_is_help=True)
 
@@ -48,8 +48,7 @@ def rollouts_serve(
 @rollouts_app.command("top")
 def rollouts_top(
     source: Annotated[
-        str,
-        typer.Argument(metavar="URL|DATA_DIR", help="URL, data directory or ready file of a rollout service."),
+        str, typer.Argument(metavar="URL|DATA_DIR", help="URL, data directory or ready file of a rollout service.")
     ],
     token_file: Annotated[Path | None, typer.Option(help="With a URL: file with its token.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
@@ -65,7 +64,7 @@ def rollouts_top(
         return watch_rollouts(source, token_file=token_file, every_s=every)
     status = rollouts_status(source, token_file=token_file)
     if as_json:
-        return typer.echo(json.dumps(status, indent=2))
+        return echo(json.dumps(status, indent=2))
     from tandem.obs.rollouts_top import print_frame
 
     print_frame(status)

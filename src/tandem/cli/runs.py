@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 from tandem.cli.remote import RunOrDir, print_runs, watch_remote
 from tandem.runs.named_runs import explain_remote, is_run_id, run_directory
 
@@ -26,7 +26,7 @@ def runs(
     if directory is None and print_runs(as_json):
         return
     found = list_runs(directory or Path("runs"))
-    typer.echo(json.dumps(found, indent=2) if as_json else runs_text(found))
+    echo(json.dumps(found, indent=2) if as_json else runs_text(found))
 
 
 def watch(
@@ -43,14 +43,13 @@ def watch(
         with Tandem() as server:
             state = watch_remote(server.run(run), once=once, as_json=as_json)
     else:
-        state = watch_run(run, once=once, as_json=as_json, tell=typer.echo)
+        state = watch_run(run, once=once, as_json=as_json, tell=echo)
     if state == "failed":
         raise typer.Exit(1)
 
 
 def explain(run: RunOrDir, as_json: AsJson = False) -> None:
     """Say why a run ended so, and what to do next. Exit code 1: it failed."""
-    from tandem.obs.claims import printable
     from tandem.runs.explain import explain_run, explain_text
 
     if is_run_id(run):
@@ -60,10 +59,7 @@ def explain(run: RunOrDir, as_json: AsJson = False) -> None:
             found = explain_remote(server.run(run))
     else:
         found = explain_run(run)
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        typer.echo("\n".join(map(printable, explain_text(found))))
+    echo(json.dumps(found, indent=2) if as_json else "\n".join(explain_text(found)))
     if found["state"] == "failed":
         raise typer.Exit(1)
 
@@ -78,7 +74,7 @@ def report(
     """Rewrite report.html and curves.png of a run."""
     from tandem.obs.report import write_report
 
-    typer.echo(write_report(run_directory(run), beside or ()))
+    echo(write_report(run_directory(run), beside or ()))
 
 
 def compare(
@@ -90,4 +86,4 @@ def compare(
     from tandem.runs.compare import compare_json, compare_runs, compare_text
 
     found = compare_runs([run_directory(each) for each in runs], confidence=confidence)
-    typer.echo(json.dumps(compare_json(found), indent=2) if as_json else compare_text(found))
+    echo(json.dumps(compare_json(found), indent=2) if as_json else compare_text(found))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 from tandem.cli.remote import RunOrDir
 from tandem.runs.named_runs import run_directory
 
@@ -33,11 +33,10 @@ def samples(
         run_directory(run), steps=_steps(step), min_reward=min_reward, max_reward=max_reward, grep=grep, limit=limit
     )  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
-        return
+        return echo(json.dumps(found, indent=2, ensure_ascii=False))
     for each in reversed(found):  # the newest is the last on the screen
-        typer.echo(_text(each))
-    typer.echo(f"{len(found)} samples" + (f"; --limit {limit} leaves out older ones" if len(found) == limit else ""))
+        echo(_text(each))
+    echo(f"{len(found)} samples" + (f"; --limit {limit} leaves out older ones" if len(found) == limit else ""))
 
 
 def _steps(text: str) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 from tandem.cli.remote import RunOrDir
 from tandem.runs.named_runs import run_directory
 
@@ -18,16 +18,13 @@ sync_app = typer.Typer(
 
 
 @sync_app.command("audit")
-def sync_audit(
-    run: RunOrDir,
-    as_json: AsJson = False,
-) -> None:
+def sync_audit(run: RunOrDir, as_json: AsJson = False) -> None:
     """Print each version's proof that the engines served it. Exit code 1: a version has no proof."""
     from tandem.obs.sync_audit import audit_sync
     from tandem.obs.sync_report import audit_json, audit_text
 
     audit = audit_sync(run_directory(run))
-    typer.echo(json.dumps(audit_json(audit), indent=2) if as_json else audit_text(audit))
+    echo(json.dumps(audit_json(audit), indent=2) if as_json else audit_text(audit))
     if not audit.proven:
         raise typer.Exit(1)
 
@@ -44,7 +41,7 @@ def sync_status(
     from tandem.obs.sync_status import sync_status
 
     status = sync_status(source, token_file=token_file, last=last)
-    typer.echo(json.dumps(status, indent=2) if as_json else status_text(status))
+    echo(json.dumps(status, indent=2) if as_json else status_text(status))
 
 
 @sync_app.command("bench")
@@ -82,9 +79,9 @@ def sync_bench(
         engine=engine,
         rounds=rounds,
         options=parse_overrides(option or ()),
-        tell=lambda text: typer.echo(text, err=True),
+        tell=lambda text: echo(text, err=True),
     )
-    typer.echo(json.dumps(bench_json(bench), indent=2) if as_json else bench_text(bench))
+    echo(json.dumps(bench_json(bench), indent=2) if as_json else bench_text(bench))
     if png is not None:
         write_bytes(png, bench_png(bench))
     if bench.failed:

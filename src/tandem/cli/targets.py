@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cli.options import AsJson
+from tandem.cli.options import AsJson, echo
 
 if TYPE_CHECKING:
     from tandem.recipes.targets import TargetOffers
@@ -21,8 +21,7 @@ def targets(
     gpu_memory_gib: Annotated[float, typer.Option(min=0, help="GiB of memory of each GPU. Default: any.")] = 0.0,
     hosts: Annotated[int, typer.Option(min=1, help="Hosts that a job needs.")] = 1,
     file: Annotated[
-        Path | None,
-        typer.Option(help="Default: ~/.config/tandem/targets.toml; if there is none, this machine."),
+        Path | None, typer.Option(help="Default: ~/.config/tandem/targets.toml; if there is none, this machine.")
     ] = None,
     server: Annotated[
         bool, typer.Option("--server", help="Those of the control server, which `tandem submit --target` takes.")
@@ -39,10 +38,10 @@ def targets(
         raise SpecError("--server: lists all targets of the server as they are; leave the other options out")
     found = _of_server() if server else list_targets(need, file=file)
     if as_json:
-        typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+        echo(json.dumps([asdict(each) for each in found], indent=2))
     for each in () if as_json else found:
         if each.error:
-            typer.echo(f"{each.target}  {each.kind}  no answer: {each.error}")
+            echo(f"{each.target}  {each.kind}  no answer: {each.error}")
         for offer in each.offers:
             cards = f"{offer.gpus} x {offer.gpu or 'GPU'} " if offer.gpus else ""
             memory = f"{offer.gpu_memory_gib:g} GiB  " if offer.gpu_memory_gib else ""
@@ -50,7 +49,7 @@ def targets(
             state = "now" if offer.now else f"{'busy' if offer.fits else 'no'}: {offer.why_not}"
             size = f"{offer.cpus} CPUs  {offer.memory_gib:g} GiB"
             place = f"{offer.hosts} x {offer.name}" if offer.hosts > 1 else offer.name
-            typer.echo(f"{each.target}  {each.kind}  {place}  {cards}{memory}{size}  {price}  {state}")
+            echo(f"{each.target}  {each.kind}  {place}  {cards}{memory}{size}  {price}  {state}")
     if not any(offer.fits for each in found for offer in each.offers):
         raise typer.Exit(1)
 

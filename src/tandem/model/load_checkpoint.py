@@ -59,21 +59,23 @@ def load_whole(loader: Any, source: str, field: str, *, nothing_left: bool = Fal
     if os.path.isdir(source):  # otherwise peft writes this machine's path into every adapter as its base
         module.name_or_path = module.config._name_or_path = ""
     refuse_incomplete(module, report, source, field, nothing_left=nothing_left)
-    if left := sorted(report["unexpected_keys"]):
-        what = f"{type(module).__name__} leaves out {len(left)} of its tensors"
-        _log.warning("%s = '%s': %s: %s", field, source, what, _shown(left))
     return module
 
 
 def refuse_incomplete(module: Any, report: Any, source: str, field: str, *, nothing_left: bool = False) -> None:
-    """Raise SpecError unless transformers' report says that every weight of the module came from `source`."""
+    """Raise SpecError unless transformers' report says that every weight of the module came from `source`. Warn of
+    tensors of `source` that are left out, and keep the text as `module.left_out`."""
     faults = {
         "missing from it": report["missing_keys"],
         "of another shape in it": [key for key, *_ in report["mismatched_keys"]],
         "in it and unknown to the model": report["unexpected_keys"] if nothing_left else (),
         "in it and unreadable": report["error_msgs"],
     }
-    refuse_faults(faults, f"{field} = '{source}': is no whole checkpoint of {type(module).__name__}")
+    name, left = type(module).__name__, sorted(report["unexpected_keys"])
+    refuse_faults(faults, f"{field} = '{source}': is no whole checkpoint of {name}")
+    if left:
+        module.left_out = f"{field} = '{source}': {name} leaves out {len(left)} of its tensors: {_shown(left)}"
+        _log.warning("%s", module.left_out)
 
 
 def refuse_other_images(config: Any, path: str, field: str) -> None:

@@ -169,3 +169,8 @@ def _answer(trajectory: Trajectory) -> str:
 def printable(text: str) -> str:
     """Remove control characters: text of a model must not control the terminal."""
     return _CONTROL.sub("", text)
+
+
+def visible(text: str) -> str:
+    """Return the text with control characters as in \\u001b, so that JSON keeps its meaning."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

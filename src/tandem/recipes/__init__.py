@@ -41,7 +41,7 @@ from tandem.runs.job_hosts import job_hosts
 from tandem.runs.lease import DirectoryLease, begin, need_room
 from tandem.runs.own_code_record import keep_code
 from tandem.runs.run import Run, StoppedByHand
-from tandem.runs.run_ending import finished, say_failed, spec_of
+from tandem.runs.run_ending import asked_of, finished, say_failed, spec_of
 from tandem.runs.uploads import CheckpointUploads, push_artifacts
 from tandem.spec.algorithm import DistillSpec
 from tandem.spec.artifacts import ArtifactsSpec
@@ -89,11 +89,13 @@ def run(
     with own_code.session(objects.by_name()), ready_packages(spec) as packages, _gpu_given_back():
         _check_own_code(spec)
         played = _environment(spec, packages)
+        asked = spec.as_written()
         spec, chosen = sight.choose(spec, this_machine(spec.device))
         directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
         begin(directory, to_toml(spec), None if packages is None else packages.directory)
         lease = DirectoryLease(directory)
-        return _run(spec, lease, directory, played, view or LiveView(spec.name), chosen=chosen, rehearse=rehearse)
+        view, spec = view or LiveView(spec.name), spec.only_asked(asked)
+        return _run(spec, lease, directory, played, view, chosen=chosen, rehearse=rehearse)
 
 
 @contextmanager
@@ -179,6 +181,7 @@ def resume(
                 except BaseException:
                     lease.close()
                     raise
+                spec = spec.only_asked(asked_of(directory, spec))
                 return _run(spec, lease, directory, played, view).status
         try:
             if _is_incomplete(spec, directory, status):
@@ -236,8 +239,9 @@ def _run(
         try:
             with _signals_end(checkpointer), view, run:
                 view.say(f"run {directory}")
+                if lease.epoch == 1:
+                    run.event("asked", spec=spec.as_written())
                 if chosen:
-                    run.chosen = frozenset(each.setting for each in chosen)
                     run.event("chosen", settings=[asdict(each) for each in chosen])
                     for line in choices_text(chosen):
                         view.say(f"   {line}")
@@ -319,14 +323,7 @@ def _upload(directory: Path, spec: ArtifactsSpec, view: LiveView, timeout_s: flo
 
 
 async def _train(
-    spec: RunSpec,
-    run: Run,
-    environment: Any,
-    checkpointer: RunCheckpointer,
-    crew: Any,
-    *,
-    rehearse: bool,
-    fresh: bool,
+    spec: RunSpec, run: Run, environment: Any, checkpointer: RunCheckpointer, crew: Any, *, rehearse: bool, fresh: bool
 ) -> None:
     """Set up trackers, progress and plan, then train by the spec's recipe. `fresh`: no process has run it before."""
     from tandem.build import run_engines, training

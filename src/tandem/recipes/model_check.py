@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
+import sys
 import tomllib
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,10 +41,6 @@ if TYPE_CHECKING:
 
 QUESTION = "What is the capital of France?"
 _TOKENS, _ROW_TOKENS = 24, 1024
-_LACKED = re.compile(r"because `([^`]+)` is not installed")
-_SAID = re.compile(r"LOAD REPORT|The following generation flags are not valid")
-"""Warnings of transformers that are no notes: Tandem names tensors that are left out or missing itself, and does not
-sample with a model's generation_config.json."""
 _MOST_GAP = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest mean difference of trainer's and engine's logprobs, in nats a token."""
 
@@ -100,7 +97,7 @@ def check_model(
     device = built_model.pick_device("auto")
     with _kept_warnings() as kept:
         _look(check, dtype, gpu, revision, device)
-    check.notes += notes_of(kept, device.type)
+    check.notes += notes_of(kept)
     return check
 
 
@@ -123,42 +120,29 @@ def _look(check: ModelCheck, dtype: Literal["float32", "bfloat16"], gpu: str, re
     _ask(check, model, dtype)
 
 
-class _Keeper(logging.Handler):
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 @contextmanager
 def _kept_warnings() -> Generator[list[logging.LogRecord]]:
     """Collect the warnings of Tandem and transformers, which would go to stderr between the lines of the check."""
     from transformers.utils import logging as transformers_logging
 
-    handler = _Keeper(logging.WARNING)
-    own = logging.getLogger("tandem")
+    handler, own = BufferingHandler(sys.maxsize), logging.getLogger("tandem")
     transformers_logging.disable_default_handler()
     transformers_logging.add_handler(handler)
     own.addHandler(handler)
     try:
-        yield handler.records
+        yield handler.buffer
     finally:
         own.removeHandler(handler)
         transformers_logging.remove_handler(handler)
         transformers_logging.enable_default_handler()
 
 
-def notes_of(kept: list[logging.LogRecord], device: str) -> list[str]:
-    """Return what warnings mean to a user, each once: Tandem's and transformers', without those that findings say
-    already or that have no effect here. Packages that recurrent layers lack are one note, on a GPU."""
-    texts = [(record.name, record.getMessage()) for record in kept if record.levelno >= logging.WARNING]
-    lacks = sorted({name for _, text in texts for name in _LACKED.findall(text)})
-    notes = [
-        text for name, text in texts if name.startswith("tandem") or not (_LACKED.search(text) or _SAID.search(text))
-    ]
-    if lacks and device == "cuda":
+def notes_of(kept: list[logging.LogRecord]) -> list[str]:
+    """Return what warnings mean to a user, each once. Packages that recurrent layers lack are one note."""
+    texts = [record.getMessage() for record in kept if record.levelno >= logging.WARNING]
+    lacks = sorted({name for text in texts for name in built_model.LACKED.findall(text)})
+    notes = [text for text in texts if not built_model.LACKED.search(text)]
+    if lacks:
         notes.append(
             f"recurrent layers are computed by torch, more slowly, without {', '.join(lacks)}; install what is missing"
         )

@@ -43,7 +43,7 @@ def plan_run(
     memory_gib = memory_gib or here_gib
     target = machine(gpu, memory_gib)
     there = Hardware("cuda" if target.on_gpu else "cpu", target.kind, target.memory_gib, vllm=vllm_installed())
-    spec, chosen = sight.choose(spec, there)
+    spec, chosen = (spec, []) if in_a_run else sight.choose(spec, there)
     shape = planned_shape.of_run(spec, on_gpu=target.on_gpu)
     lengths_given = prompt_tokens or row_tokens
     planned = plans.plan_run(
@@ -57,7 +57,7 @@ def plan_run(
         lengths=None if lengths_given else read_lengths(spec, shape.context, environment, in_a_run=in_a_run),
         shape=shape,
     )
-    return replace(planned, chosen=chosen, assumed=[*planned.assumed, *([unknown] if unknown else [])])
+    return replace(planned, chosen=chosen, assumed=[*([unknown] if unknown else []), *planned.assumed])
 
 
 def _this_card(spec: RunSpec) -> tuple[str, float, str]:
@@ -67,7 +67,7 @@ def _this_card(spec: RunSpec) -> tuple[str, float, str]:
     if kind == "cpu" or spec.profile != "auto":
         return kind, 0.0, ""
     if not (here := gpus_here()):
-        return kind, 0.0, "this is no plan for this machine, which has no GPU; `--gpu cpu` makes one"
+        return kind, 0.0, f"this machine has no GPU, so the plan is for '{kind}'; `--gpu cpu` plans for this machine"
     name, gib, _ = here[0]
     return (card, gib, "") if (card := card_named(name)) else (kind, gib, _unknown(name, kind))
 

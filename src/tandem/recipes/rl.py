@@ -126,8 +126,7 @@ class RlRun:
                 )
         for note in engaged.options(self.spec, self.model):
             self.run.note_option(*note)
-        for text in self.model.renderer.mended:
-            self.run.warn(text)
+        self.model.warn(self.run)
         warmup = self.spec.warmup
         self.run.status["steps_total"] = (warmup.steps if warmup else 0) + self.spec.train.steps
         self._teacher = await served_teacher(self.spec.algorithm, self.model)  # before the warm-up: it may be refused
@@ -179,8 +178,7 @@ class RlRun:
                 self._noted.add(part)
                 note = option["why_not"] or option.get("note", "")
                 setting = f"engine.{ASKED_BY[part]}" if part in ASKED_BY else ""
-                asked = setting not in {"", *self.run.chosen} and self.spec.asked(setting, AUTO) != AUTO
-                requested = option["requested"] if asked else AUTO
+                requested = option["requested"] if setting and self.spec.asked(setting, AUTO) != AUTO else AUTO
                 self.run.note_option(name, requested, option["engaged"], note)
 
     async def close(self) -> None:

@@ -38,8 +38,7 @@ async def train_supervised(
     model = built_model.run_model(spec, crew, run.directory / IMAGES)
     for note in engaged.options(spec, model):
         run.note_option(*note)
-    for text in model.renderer.mended:
-        run.warn(text)
+    model.warn(run)
     groups, held_out, noun = _rows(spec, model, run)
     held_out = held_out[: spec.eval.examples]
     say_if_too_few(run, len(held_out), spec.eval.confidence, MORE_ROWS)

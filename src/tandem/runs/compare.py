@@ -76,10 +76,7 @@ def compare_text(found: Comparison) -> str:
         if found.differences
         else ["  equal in every field"]
     )
-    return printable_lines([*lines, "", *(pairing_text(pairing) for pairing in found.pairings)])
-
-
-def printable_lines(lines: Sequence[str]) -> str:
+    lines += ["", *(pairing_text(pairing) for pairing in found.pairings)]
     return "\n".join(printable(line.rstrip()) for line in lines)
 
 

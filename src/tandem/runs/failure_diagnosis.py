@@ -121,7 +121,7 @@ def exits_by_class() -> Generator[None]:
         if isinstance(error, TandemError) or told_by_the_system(error):
             print(f"tandem: {printable(told_by_the_system(error) or str(error))}", file=sys.stderr)
         else:
-            traceback.print_exception(error)
+            print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         if not isinstance(error, SpecError | MissingExtra):  # their text says what to change
             print(f"tandem: {what_to_do(failure.row())}", file=sys.stderr)
         raise SystemExit(failure.exit_code) from error

@@ -55,8 +55,6 @@ class Run:
     ) -> None:  # fmt: skip
         """`earlier`: the result of `state` in the checkpoint to resume from; rows written after it are cut off."""
         self.directory, self.view, self._strict, self._lease = directory, view, strict, lease
-        self.chosen: frozenset[str] = frozenset()
-        """Settings that the user left out and that were chosen for this machine; none of a resumed run."""
         self.status: dict[str, Any] = {
             "state": "queued",
             "name": name,
@@ -219,7 +217,6 @@ class Run:
 
         `note`: why it did not, or what it costs.
         """
-        requested = AUTO if option in self.chosen else requested
         if engaged:
             self.event("option", option=option, requested=requested, engaged=True, note=note)
             return

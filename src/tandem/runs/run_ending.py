@@ -11,7 +11,7 @@ from typing import Any, cast
 from tandem.errors import RunError
 from tandem.io import atomic_write
 from tandem.io.bounded_json import read_json
-from tandem.io.jsonl import read_jsonl
+from tandem.io.jsonl import read_jsonl, salvage_jsonl
 from tandem.io.sealed_directory import digest_of
 from tandem.runs.checkpoints import Checkpoints
 from tandem.runs.failure_diagnosis import Failure
@@ -24,6 +24,12 @@ def spec_of(directory: Path) -> RunSpec:
     if not (directory / "spec.toml").exists():
         raise RunError(f"{directory}: is not a run (it has no spec.toml); `tandem train SPEC` starts one")
     return load_spec(directory / "spec.toml")
+
+
+def asked_of(directory: Path, spec: RunSpec) -> Mapping[str, Any]:
+    """Return the tables of a run's spec that its user wrote; all of them if its first process did not say."""
+    rows = salvage_jsonl(directory / "events.jsonl").rows.values()
+    return next((row["spec"] for row in rows if row.get("stage") == "asked"), spec.as_written())
 
 
 def finished(directory: Path) -> Mapping[str, Any] | None:

@@ -14,6 +14,7 @@ from typing import Any
 from tandem.errors import RunError
 from tandem.io.bounded_json import read_json
 from tandem.obs.claims import ends, interval
+from tandem.obs.readings import one_line
 from tandem.obs.run_history import measure_of, number
 from tandem.obs.sweep_picture import PictureRow, sweep_svg
 from tandem.runs.verdict import Word, decide, t_quantile
@@ -274,5 +275,5 @@ def _value(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split()).replace("|", "/")
+    line = one_line(text).replace("|", "/")
     return line if len(line) <= 100 else line[:97] + "..."

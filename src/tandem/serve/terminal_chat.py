@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tandem.errors import ImageError
+from tandem.obs.claims import printable
 from tandem.protocols import Engine
 from tandem.serve.openai.text_stream import TextStream
 from tandem.types import Completion, Message, Sampling
@@ -27,7 +28,7 @@ class TurnRenderer(Protocol):
 
 
 def _print(text: str) -> None:
-    print(text, end="", flush=True)
+    print(printable(text), end="", flush=True)
 
 
 class TalkPartner(Protocol):

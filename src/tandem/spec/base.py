@@ -93,6 +93,13 @@ class Spec(BaseModel):
             return otherwise
         return reduce(getattr, setting.split("."), cast("Any", self))
 
+    def only_asked(self, asked: Mapping[str, Any]) -> Self:
+        """Return a copy in which each setting that the tables of `asked` lack counts as left out."""
+        inner = {name: value.only_asked(asked.get(name, {})) for name, value in self if isinstance(value, Spec)}
+        copy = self.model_copy(update=inner)
+        copy.model_fields_set.intersection_update(asked)
+        return copy
+
     def as_written(self) -> dict[str, Any]:
         """Return the tables without the settings that the user left out."""
         return _written(self, self.model_dump(mode="json", exclude_none=True))

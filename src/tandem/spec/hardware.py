@@ -142,7 +142,6 @@ class _Choices:
             "the kernel for packed rows needs 16 bits" if self.tables["precision"]["weights"] != "bfloat16"
             else "the base is quantised" if quantised
             else "a reward model has no lm-head to try packed rows on" if _scores(spec)
-            else "under strict = true a model that the kernel does not support would end the run" if spec.strict
             else ""
         )  # fmt: skip
         packed = "rows need no mask and no padding"

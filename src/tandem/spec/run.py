@@ -45,8 +45,7 @@ class _RunSpecBase(Spec):
     """The same spec and seed give the same bytes; docs/concepts.md says what that costs."""
     strict: bool = False
     """true: the run ends if something that the spec asks for is not available. false: the run reports it and goes on.
-    What Tandem chooses by itself, and a field that is left out, is always reported only. A resumed run takes all fields
-    of its spec.toml as asked for."""
+    What Tandem chooses by itself, and a field that is left out, is always reported only."""
     model: ModelSpec
     """Which weights are loaded, and which of them are trained."""
     liveness: LivenessSpec = LivenessSpec()

@@ -18,6 +18,9 @@ def plan_text(plan: Plan) -> str:
         *_ranks(plan),
         *choices_text(plan.chosen),
         "",
+        "assumed:",
+        *(f"  {each}" for each in plan.assumed),
+        "",
         "parameters   " + ", ".join(f"{name} {count:,}" for name, count in plan.parameters.items() if count),
         f"bridge       {plan.bridge}: {plan.why_bridge}",
         f"a step       {plan.work.sequences} sequences, about {plan.work.step_tokens:,.0f} tokens, in "
@@ -45,7 +48,7 @@ def plan_text(plan: Plan) -> str:
     lines += ["", "what would make it faster:", *(f"  {each}" for each in plan.faster)] if plan.faster else []
     if not plan.fits and not plan.changes:
         lines += ["", "no single setting makes it smaller; take a smaller model, [model.lora], or a larger GPU"]
-    return "\n".join([*lines, "", "assumed:", *(f"  {each}" for each in plan.assumed)])
+    return "\n".join(lines)
 
 
 def _ranks(plan: Plan) -> list[str]:
