@@ -130,11 +130,12 @@ def _cached_bytes(module: Any) -> tuple[int, int]:
     from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
     from tandem.model import meta_count
 
-    cache = KvCache(len(layers_of(module)), 2**16, RecurrentCacheLayer, max_rows=1)
+    order = layers_of(module, repeated=True)
+    cache = KvCache(len(order), 2**16, RecurrentCacheLayer, max_rows=1)
     cache.targets, cache.copies = slice(1), torch.zeros(1, dtype=torch.long, device="meta")
     cache.view = row = cache.length_held
-    meta_count.hidden_of(module, row, past_key_values=cache, use_cache=True)
-    layers: list[Any] = cache.layers
+    meta_count.run_row(module, row, past_key_values=cache, use_cache=True)
+    layers: list[Any] = [cache.layers[order.index(layer)] for layer in order]  # a shared layer writes as its first one
     held = [each for layer in layers for each in (layer.keys, layer.values) if each is not None]
     positions = sum(each.numel() * each.element_size() for each in held) // row
     return positions, sum(layer.state_bytes() for layer in layers)

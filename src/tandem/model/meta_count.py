@@ -2,19 +2,21 @@
 
 The module is on torch's meta device, where tensors have a shape and no values. One row is computed as the trainer
 computes it, layer by layer, and what autograd saves is counted, each storage once, as train/memory_accounting.py does.
-Attention is recorded as a kernel saves it, for choosing a kernel needs a device.
+Attention is recorded as a kernel saves it, for choosing a kernel needs a device. Layers that are made alike are one
+module here, which is computed twice: the first of them alone saves what they share, such as a mask.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import layer as lora_layer
@@ -41,6 +43,8 @@ _PRODUCTS = {
     "aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1), "aten::baddbmm": (1, 2),
 }  # fmt: skip
 """Products of matrices, and which of their arguments are multiplied."""
+_PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
+"""Values that are equal where two layers have each its own."""
 
 
 def meta_model(config: Mapping[str, Any], name: str) -> Any:
@@ -62,8 +66,11 @@ def meta_model(config: Mapping[str, Any], name: str) -> Any:
 
 def trained_of(module: Any) -> list[tuple[Dims, bool]]:
     """Return the dimensions of each trained tensor, and whether a matrix's optimizer updates it."""
-    tables = tables_of(module, module.get_output_embeddings())
-    named = [each for each in module.named_parameters() if each[1].requires_grad]
+    tables, times = tables_of(module, module.get_output_embeddings()), Counter(layers_of(module, repeated=True))
+    again = {id(tensor) for layer in times if times[layer] > 1 for tensor in layer.parameters()}
+    first = dict(module.named_parameters())
+    every = module.named_parameters(remove_duplicate=False)
+    named = [(name, each) for name, each in every if each.requires_grad and (name in first or id(each) in again)]
     return [(tuple(tensor.shape), tensor.ndim >= 2 and name not in tables) for name, tensor in named]
 
 
@@ -85,8 +92,37 @@ def component_of(module: Any, name: str, tensor: Tensor) -> str:
     return "attention" if any("attn" in part or "attention" in part for part in parts) else "mlp"
 
 
+def share_equal_layers(module: Any) -> None:
+    """Replace layers by the first one that is made alike: of the same modules, tensors and numbers but for its index,
+    and with the same entries in the config's lists. So a layer that has anything of its own is counted by itself."""
+    of_layers = Counter(id(each) for layer in layers_of(module) for each in layer.parameters())
+    if max(of_layers.values(), default=0) > 1:
+        return  # layers that share tensors are not alike: the first one alone adds them
+    layers, by_layer = set(layers_of(module)), module.config.get_text_config().to_dict().values()
+    for found in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
+        alike: dict[Any, Any] = {}
+        for number, layer in enumerate(found):
+            entries = [repr(each[number]) for each in by_layer if isinstance(each, list) and len(each) == len(found)]
+            if layer in layers:
+                found[number] = alike.setdefault((*entries, _made_of(layer)), layer)
+
+
+def _made_of(layer: Any) -> Any:
+    found: list[Any] = []
+    for name, part in layer.named_modules():
+        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        found.append((name, type(part), *((key, each.shape, each.dtype) for key, each in tensors)))
+        own = vars(part).keys() - vars(nn.Module()).keys() - {"layer_idx"}
+        found += [(key, each if isinstance(each, _PLAIN) else id(each)) for key, each in vars(part).items() if key in own]
+    return tuple(found)
+
+
 def with_adapters(module: Any, width: int, lora: LoraSpec | None) -> Any:
-    """Narrow the module to `width` bytes a number, and add the adapters, as build/built_model.py does."""
+    """Narrow the module to `width` bytes a number, and add the adapters, as build/built_model.py does. Equal layers
+    are shared, unless a target names a layer by its number."""
+    targets = () if lora is None or lora.targets == "all-linear" else lora.targets
+    if not any(part.isdigit() for target in targets for part in target.split(".")):
+        share_equal_layers(module)
     if width == 2:
         narrow(module, _META, None)
     if lora is not None:
@@ -110,8 +146,14 @@ def count_pass(module: Any, *, on_gpu: bool) -> PassCount:
     counts = [_Count(module, row) for row in ((_ROW,) if plain else (_ROW, 2 * _ROW, 4 * _ROW))]
     for each in counts:
         each.run()
-    *layers, root = [_layer(same) for same in zip(*(each.units for each in counts), strict=True)]
-    return PassCount(layers, root, _fit([each.products for each in counts]).token, counts[0].heads)
+    *layers, root = [_layer(same) for same in zip(*(each.units() for each in counts), strict=True)]
+    products = [sum(unit.products for unit in each.units()) for each in counts]
+    return PassCount(layers, root, _fit(products).token, sum(unit.heads for unit in counts[0].units()))
+
+
+def run_row(module: Any, row: int, **more: Any) -> None:
+    """Compute one row of a meta model. `more`: what it is given beside its tokens."""
+    _Count(module, row).run(**more)
 
 
 def _layer(same: Sequence[_Unit]) -> LayerCount:
@@ -148,6 +190,18 @@ class _Unit:
         self.attention: dict[int, int] = {}
         self.attended: dict[int, int] = {}
         self.repeated, self.attends = 0, False
+        self.products, self.heads = 0, 0.0
+
+
+class _Call(NamedTuple):
+    """A layer's turn in a pass. `is_trained`: something before it is, so that its input has a gradient."""
+
+    unit: _Unit
+    is_trained: bool = False
+    made: Any = None
+
+
+_NO_CALL = _Call(_Unit())
 
 
 class _Count(TorchDispatchMode):
@@ -157,29 +211,42 @@ class _Count(TorchDispatchMode):
         super().__init__()
         self._module, self._row = module, row
         self._weights = {_storage(each) for each in (*module.parameters(), *module.buffers())}
-        self._layers = {layer: _Unit() for layer in layers_of(module)}
+        self._layers = layers_of(module, repeated=True)
+        self._calls: dict[Any, list[_Call]] = defaultdict(list)
         self._root = self.now = _Unit()
-        self.units = [*self._layers.values(), self._root]
         self._alive: list[Tensor] = []
         """A storage that is freed could give its place to another."""
         self._seen: set[int] = set()
-        self.products = 0
-        self.heads = 0.0
 
-    def run(self) -> None:
-        token = _counting.set(self)
-        handles: list[Any] = []
-        for layer, unit in self._layers.items():
-            handles.append(layer.register_forward_pre_hook(partial(self._enter, unit)))
-            handles.append(layer.register_forward_hook(partial(self._enter, self._root)))
+    def run(self, **more: Any) -> None:
+        token, times = _counting.set(self), Counter(self._layers)
+        for layer in times:
+            layer.forward = partial(self._call, self._calls[layer], times[layer] > 1, layer.forward)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _same), self:
-                hidden = hidden_of(self._module, self._row)
+                hidden = _hidden_of(self._module, self._row, **more)
         finally:
             _counting.reset(token)
-            for each in handles:
-                each.remove()
+            for layer in times:
+                del layer.forward
         self._root.saved.setdefault(_storage(hidden), hidden.untyped_storage().nbytes())  # the head keeps it
+
+    def units(self) -> list[_Unit]:
+        """Return those of every layer, the first one's first, and what is beside the layers."""
+        calls = {layer: iter(self._calls[layer]) for layer in self._layers}
+        return [*(next(calls[layer], _NO_CALL).unit for layer in self._layers), self._root]
+
+    def _call(self, calls: list[_Call], is_shared: bool, forward: Any, hidden: Tensor, *more: Any, **named: Any) -> Any:
+        """Compute a layer; of those that share a module two, and two more after the first adapter."""
+        same = [each for each in calls if each.is_trained == hidden.requires_grad]
+        if is_shared and len(same) > 1:
+            calls.append(same[1])
+            return hidden if isinstance(same[1].made, Tensor) else (hidden, *same[1].made[1:])
+        before, self.now = self.now, calls[0].unit if calls and not is_shared else _Unit()
+        made = forward(hidden, *more, **named)
+        calls.append(_Call(self.now, hidden.requires_grad, made))
+        self.now = before
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -189,7 +256,7 @@ class _Count(TorchDispatchMode):
         return made
 
     def product(self, left: Tensor, right: Tensor, made: Tensor) -> None:
-        self.products += made.numel() * left.shape[-1]
+        self.now.products += made.numel() * left.shape[-1]
         self._note(self.now.outputs, made)
         self._note(self.now.inputs, *(one for one, by in ((left, right), (right, left)) if by.requires_grad))
 
@@ -199,14 +266,11 @@ class _Count(TorchDispatchMode):
         now.repeated += sum(each.numel() // each.shape[1] * (heads - each.shape[1]) for each in (key, value)) * (
             query.element_size()
         )
-        self.heads += heads * (query.shape[-1] + value.shape[-1]) / 2
+        now.heads += heads * (query.shape[-1] + value.shape[-1]) / 2
         made, sums = _Attention.apply(query, key, value)
         self._note(now.attention, query, key, value, made, sums)
         self._note(now.attended, made, sums)
         return made
-
-    def _enter(self, unit: _Unit, *_: Any) -> None:
-        self.now = unit
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if (place := _storage(tensor)) not in self._seen:
@@ -274,7 +338,7 @@ def _by_experts(tokens_SI: Tensor, weight_EIO: Tensor, offs: Tensor) -> Tensor:
     return made
 
 
-def hidden_of(module: Any, row: int, **more: Any) -> Tensor:
+def _hidden_of(module: Any, row: int, **more: Any) -> Tensor:
     """Compute one row of a meta model."""
     config = module.config
     positions_T = torch.arange(row, device=_META)
