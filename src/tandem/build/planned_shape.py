@@ -27,11 +27,11 @@ def of_run(spec: RunSpec, *, on_gpu: bool) -> Shape:
 
 def of_config(config: Mapping[str, Any], name: str, *, on_gpu: bool) -> Shape:
     """Return the shape of a model with this config. Models that a formula describes are planned without torch."""
-    return shape_of(config, name) if is_known(config) else _counted(json.dumps(dict(config)), name, on_gpu)
+    return shape_of(config, name) if is_known(config) else counted(json.dumps(dict(config)), name, on_gpu)
 
 
 @cache
-def _counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
+def counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
     config = json.loads(config_json)
     if (layers := (config.get("text_config") or config).get("num_hidden_layers") or 0) > _MOST_LAYERS:
         raise NoPlan(f"'{name}': num_hidden_layers = {layers}: up to {_MOST_LAYERS:,} layers are counted")

@@ -43,8 +43,10 @@ _PRODUCTS = {
     "aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1), "aten::baddbmm": (1, 2),
 }  # fmt: skip
 """Products of matrices, and which of their arguments are multiplied."""
-_PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
-"""Values that are equal where two layers have each its own."""
+_BY_VALUE = (bool, int, float, str, tuple, list, dict, torch.dtype, partial, type(None))
+"""What two layers can have alike; of anything else they must have the same object."""
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "layer_idx"}
 
 
 def meta_model(config: Mapping[str, Any], name: str) -> Any:
@@ -112,8 +114,8 @@ def _made_of(layer: Any) -> Any:
     for name, part in layer.named_modules():
         tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
         found.append((name, type(part), *((key, each.shape, each.dtype) for key, each in tensors)))
-        own = vars(part).keys() - vars(nn.Module()).keys() - {"layer_idx"}
-        found += [(key, each if isinstance(each, _PLAIN) else id(each)) for key, each in vars(part).items() if key in own]
+        own = {key: each for key, each in vars(part).items() if key not in _OF_EVERY_MODULE}
+        found += [(key, repr(each) if isinstance(each, _BY_VALUE) else id(each)) for key, each in own.items()]
     return tuple(found)
 
 
