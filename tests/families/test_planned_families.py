@@ -81,7 +81,7 @@ def batches(spec: Any, model: built_model.BuiltModel, rows: int, length: int) ->
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["all", "lora"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("Llama 4", *NO_ADAPTERS)])
 def test_what_a_step_of_a_family_accounts_for_is_planned(benches, name, lora):
-    planned_step(benches(name), lora, has_activations=name != "Mistral")  # whose formula knows no sliding window
+    planned_step(benches(name), lora)
 
 
 @pytest.mark.parametrize("name", NO_ADAPTERS)
@@ -93,7 +93,7 @@ def test_a_plan_refuses_adapters_as_a_run_does(benches, name):
         plan_run(spec_of(benches(name), LoraSpec(), batch_size=1), gpu="cpu", row_tokens=64)
 
 
-def planned_step(bench: Bench, lora: LoraSpec | None, *, has_activations: bool = True) -> None:
+def planned_step(bench: Bench, lora: LoraSpec | None) -> None:
     rows, length = 2, 256
     spec = spec_of(bench, lora, batch_size=rows, micro_tokens=rows * length)
     model = built_model.model(spec.model, spec.precision, 0, torch.device("cpu"))
@@ -104,7 +104,7 @@ def planned_step(bench: Bench, lora: LoraSpec | None, *, has_activations: bool =
     found = trainer.step(batches(spec, model, rows, length))
     plan = plan_run(spec, gpu="cpu", row_tokens=length)
     train = next(each for each in plan.phases if each.name == "train")
-    for part in ("weights", "optimizer", "gradients", "logits", *(["activations"] * has_activations)):
+    for part in ("weights", "optimizer", "gradients", "logits", "activations"):
         assert train.parts[part] == pytest.approx(found[f"memory/{part}"], rel=0.03, abs=1e-5), part
 
 
