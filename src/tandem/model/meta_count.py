@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora import layer as lora_layer
@@ -43,10 +43,8 @@ _PRODUCTS = {
     "aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1), "aten::baddbmm": (1, 2),
 }  # fmt: skip
 """Products of matrices, and which of their arguments are multiplied."""
-_BY_VALUE = (bool, int, float, str, tuple, list, dict, torch.dtype, partial, type(None))
-"""What two layers can have alike; of anything else they must have the same object."""
-
-_OF_EVERY_MODULE = {*vars(nn.Module()), "layer_idx"}
+_NOT_TOLD = ("layer_idx", "config", "_modules")
+"""Of a module: its layer's index, what is the model's, and its parts, which are told after it."""
 
 
 def meta_model(config: Mapping[str, Any], name: str) -> Any:
@@ -68,11 +66,9 @@ def meta_model(config: Mapping[str, Any], name: str) -> Any:
 
 def trained_of(module: Any) -> list[tuple[Dims, bool]]:
     """Return the dimensions of each trained tensor, and whether a matrix's optimizer updates it."""
-    tables, times = tables_of(module, module.get_output_embeddings()), Counter(layers_of(module, repeated=True))
-    again = {id(tensor) for layer in times if times[layer] > 1 for tensor in layer.parameters()}
-    first = dict(module.named_parameters())
-    every = module.named_parameters(remove_duplicate=False)
-    named = [(name, each) for name, each in every if each.requires_grad and (name in first or id(each) in again)]
+    tables, tied = tables_of(module, module.get_output_embeddings()), module.all_tied_weights_keys
+    every = module.named_parameters(remove_duplicate=False)  # of shared layers each
+    named = [(name, tensor) for name, tensor in every if tensor.requires_grad and name not in tied]
     return [(tuple(tensor.shape), tensor.ndim >= 2 and name not in tables) for name, tensor in named]
 
 
@@ -95,28 +91,23 @@ def component_of(module: Any, name: str, tensor: Tensor) -> str:
 
 
 def share_equal_layers(module: Any) -> None:
-    """Replace layers by the first one that is made alike: of the same modules, tensors and numbers but for its index,
-    and with the same entries in the config's lists. So a layer that has anything of its own is counted by itself."""
-    of_layers = Counter(id(each) for layer in layers_of(module) for each in layer.parameters())
-    if max(of_layers.values(), default=0) > 1:
-        return  # layers that share tensors are not alike: the first one alone adds them
-    layers, by_layer = set(layers_of(module)), module.config.get_text_config().to_dict().values()
-    for found in [part for part in module.modules() if isinstance(part, nn.ModuleList)]:
-        alike: dict[Any, Any] = {}
+    """Replace layers by the first one that is made alike, with the same entries in the config's lists."""
+    layers = layers_of(module)
+    if max(Counter(id(each) for layer in layers for each in layer.parameters()).values(), default=0) > 1:
+        return  # the first of those that share tensors has them alone, so each is counted by itself
+    lists = [each for each in module.config.get_text_config().to_dict().values() if isinstance(each, list)]
+    for found in [part for part in module.modules() if isinstance(part, nn.ModuleList) and {*part} & {*layers}]:
+        alike: dict[str, Any] = {}
         for number, layer in enumerate(found):
-            entries = [repr(each[number]) for each in by_layer if isinstance(each, list) and len(each) == len(found)]
-            if layer in layers:
-                found[number] = alike.setdefault((*entries, _made_of(layer)), layer)
+            entries = [each[number] for each in lists if len(each) == len(found)]
+            found[number] = alike.setdefault(f"{entries} {_made_of(layer)}", layer)
 
 
-def _made_of(layer: Any) -> Any:
-    found: list[Any] = []
-    for name, part in layer.named_modules():
-        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-        found.append((name, type(part), *((key, each.shape, each.dtype) for key, each in tensors)))
-        own = {key: each for key, each in vars(part).items() if key not in _OF_EVERY_MODULE}
-        found += [(key, repr(each) if isinstance(each, _BY_VALUE) else id(each)) for key, each in own.items()]
-    return tuple(found)
+def _made_of(layer: Any) -> list[Any]:
+    """Return what a layer's modules have, but for its index. A tensor without values is told by its shape, another
+    object by its address: where that is not the same, neither are the layers."""
+    named = [(name, type(part), vars(part)) for name, part in layer.named_modules()]
+    return [(*of, {key: each for key, each in own.items() if key not in _NOT_TOLD}) for *of, own in named]
 
 
 def with_adapters(module: Any, width: int, lora: LoraSpec | None) -> Any:
@@ -133,7 +124,7 @@ def with_adapters(module: Any, width: int, lora: LoraSpec | None) -> Any:
     return module
 
 
-def count_pass(module: Any, *, on_gpu: bool) -> PassCount:
+def count_pass(module: Any, on_gpu: bool) -> PassCount:
     """Count a forward pass. The module can compute nothing else afterwards."""
     config = module.config.get_text_config()
     # A CPU has no kernel for values that are narrower than keys.
@@ -145,17 +136,12 @@ def count_pass(module: Any, *, on_gpu: bool) -> PassCount:
     # All is for each token, but for attention's weights, and for adapted experts, whose sums are as large as they are.
     adapted = any(".lora_" in name for name, _ in module.named_parameters())
     plain = by_kernel and not (adapted and beside_experts(module)[0])
-    counts = [_Count(module, row) for row in ((_ROW,) if plain else (_ROW, 2 * _ROW, 4 * _ROW))]
+    counts = [Count(module, row) for row in ((_ROW,) if plain else (_ROW, 2 * _ROW, 4 * _ROW))]
     for each in counts:
         each.run()
     *layers, root = [_layer(same) for same in zip(*(each.units() for each in counts), strict=True)]
     products = [sum(unit.products for unit in each.units()) for each in counts]
     return PassCount(layers, root, _fit(products).token, sum(unit.heads for unit in counts[0].units()))
-
-
-def run_row(module: Any, row: int, **more: Any) -> None:
-    """Compute one row of a meta model. `more`: what it is given beside its tokens."""
-    _Count(module, row).run(**more)
 
 
 def _layer(same: Sequence[_Unit]) -> LayerCount:
@@ -183,9 +169,11 @@ def _fit(numbers: Sequence[float]) -> Size:
 
 
 class _Unit:
-    """The storages of one layer's forward pass, and their bytes."""
+    """One layer's forward pass: its storages, and their bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, had_gradient: bool = False) -> None:
+        self.had_gradient = had_gradient
+        self.made: Any = None
         self.saved: dict[int, int] = {}
         self.outputs: dict[int, int] = {}
         self.inputs: dict[int, int] = {}
@@ -195,18 +183,7 @@ class _Unit:
         self.products, self.heads = 0, 0.0
 
 
-class _Call(NamedTuple):
-    """A layer's turn in a pass. `is_trained`: something before it is, so that its input has a gradient."""
-
-    unit: _Unit
-    is_trained: bool = False
-    made: Any = None
-
-
-_NO_CALL = _Call(_Unit())
-
-
-class _Count(TorchDispatchMode):
+class Count(TorchDispatchMode):
     """Runs one row, and notes what autograd saves, by layer, and every product."""
 
     def __init__(self, module: Any, row: int) -> None:
@@ -214,18 +191,19 @@ class _Count(TorchDispatchMode):
         self._module, self._row = module, row
         self._weights = {_storage(each) for each in (*module.parameters(), *module.buffers())}
         self._layers = layers_of(module, repeated=True)
-        self._calls: dict[Any, list[_Call]] = defaultdict(list)
+        self._calls: dict[Any, list[_Unit]] = defaultdict(list)
         self._root = self.now = _Unit()
         self._alive: list[Tensor] = []
         """A storage that is freed could give its place to another."""
         self._seen: set[int] = set()
 
     def run(self, **more: Any) -> None:
+        """`more`: what the model is given beside its tokens."""
         token, times = _counting.set(self), Counter(self._layers)
         for layer in times:
             layer.forward = partial(self._call, self._calls[layer], times[layer] > 1, layer.forward)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _same), self:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor), self:
                 hidden = _hidden_of(self._module, self._row, **more)
         finally:
             _counting.reset(token)
@@ -234,19 +212,22 @@ class _Count(TorchDispatchMode):
         self._root.saved.setdefault(_storage(hidden), hidden.untyped_storage().nbytes())  # the head keeps it
 
     def units(self) -> list[_Unit]:
-        """Return those of every layer, the first one's first, and what is beside the layers."""
-        calls = {layer: iter(self._calls[layer]) for layer in self._layers}
-        return [*(next(calls[layer], _NO_CALL).unit for layer in self._layers), self._root]
+        """Return those of all layers in their order, and what is beside them."""
+        calls = {layer: iter(made) for layer, made in self._calls.items()}
+        return [*(next(calls[layer], _Unit()) for layer in self._layers), self._root]
 
-    def _call(self, calls: list[_Call], is_shared: bool, forward: Any, hidden: Tensor, *more: Any, **named: Any) -> Any:
-        """Compute a layer; of those that share a module two, and two more after the first adapter."""
-        same = [each for each in calls if each.is_trained == hidden.requires_grad]
+    def _call(
+        self, calls: list[_Unit], is_shared: bool, forward: Any, hidden_states: Tensor, *more: Any, **named: Any
+    ) -> Any:
+        """Compute a layer; of those that share a module two, and two more behind the first adapter."""
+        had_gradient = hidden_states.requires_grad
+        same = [each for each in calls if each.had_gradient == had_gradient]
         if is_shared and len(same) > 1:
             calls.append(same[1])
-            return hidden if isinstance(same[1].made, Tensor) else (hidden, *same[1].made[1:])
-        before, self.now = self.now, calls[0].unit if calls and not is_shared else _Unit()
-        made = forward(hidden, *more, **named)
-        calls.append(_Call(self.now, hidden.requires_grad, made))
+            return hidden_states if isinstance(same[1].made, Tensor) else (hidden_states, *same[1].made[1:])
+        before, self.now = self.now, calls[0] if calls and not is_shared else _Unit(had_gradient)
+        calls.append(self.now)
+        made = self.now.made = forward(hidden_states, *more, **named)
         self.now = before
         return made
 
@@ -301,10 +282,6 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, made, sums)
         return made, sums
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a count has no backward pass")
-
 
 class _Experts(torch.autograd.Function):
     """The products of tokens with their experts' matrices, which torch has on the meta device in 16 bits alone."""
@@ -315,13 +292,9 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(tokens_SI if of_weight else None, weight_EIO if of_tokens else None)
         return tokens_SI.new_empty(len(tokens_SI), weight_EIO.shape[2])
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a count has no backward pass")
-
 
 _LOCK = Lock()
-_counting: ContextVar[_Count | None] = ContextVar("the count of the pass that is computed now", default=None)
+_counting: ContextVar[Count | None] = ContextVar("the count of the pass that is computed now", default=None)
 
 
 def _attend(
@@ -404,7 +377,3 @@ def _on_meta(owner: Any, name: str, ours: Callable[..., Any]) -> tuple[Any, str,
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
