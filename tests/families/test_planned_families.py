@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from family_models import FAMILIES, Bench
+from transformers import CONFIG_MAPPING
 
 from tandem.build import built_model, planned_shape, training
 from tandem.engine.hf.cache_room import try_states
 from tandem.errors import SpecError
 from tandem.model import meta_count
+from tandem.ops import attention_masks
 from tandem.ops.counted_shape import CountedShape, Shape
 from tandem.ops.module_parts import layers_of
 from tandem.recipes.plan_run import plan_run
@@ -146,6 +148,19 @@ def test_an_adapter_of_one_layer_is_of_that_layer_alone(benches):
     assert shape.trained(one) == [((4, 64), True), ((128, 4), True)]
     saved = [layer.saved.token for layer in shape.count(4, one).layers]
     assert saved[0] == saved[1] < saved[2] != saved[3] > 0
+
+
+WINDOW, NO_WINDOW, ON = {"sliding_window": 64}, {"sliding_window": None}, {"use_sliding_window": True}
+
+
+@pytest.mark.parametrize("said", [{}, WINDOW, NO_WINDOW, ON, {**ON, **WINDOW}, {**ON, **NO_WINDOW}])
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_a_plan_knows_which_families_have_a_sliding_window(benches, kind, said):
+    sizes = json.loads((benches("Llama").path / "config.json").read_text())
+    config = {**sizes, "model_type": kind, **said}
+    theirs = CONFIG_MAPPING[kind].from_dict(config)
+    theirs._attn_implementation = "sdpa"
+    assert planned_shape.of_config(config, "model", on_gpu=False).masks != attention_masks.plainly_causal(theirs)
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Jamba", "Granite 4", "OLMo hybrid"])
