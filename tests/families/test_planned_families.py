@@ -7,6 +7,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -139,6 +140,24 @@ def test_equal_layers_are_counted_once_and_give_what_each_of_them_gives(benches,
     once = counts()
     monkeypatch.setattr(meta_count, "share_equal_layers", lambda module: None)
     assert counts() == once
+
+
+def test_a_layer_with_anything_of_its_own_is_counted_by_itself(benches):
+    config = json.loads((benches("Llama").path / "config.json").read_text())
+
+    def num_kept(change: Callable[[Any], None], **more: Any) -> int:
+        module = meta_count.meta_model({**config, **more}, "model")
+        change(module.model.layers)
+        meta_count.share_equal_layers(module)
+        return len(layers_of(module))
+
+    def tie(layers: Any) -> None:
+        layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+
+    assert num_kept(lambda layers: None) == 1
+    assert num_kept(lambda layers: None, of_each_layer=[1, 2, 1, 1]) == 2
+    assert num_kept(lambda layers: setattr(layers[2].self_attn, "scaling", 0.5)) == 2
+    assert num_kept(tie) == 4
 
 
 def test_an_adapter_of_one_layer_is_of_that_layer_alone(benches):
