@@ -7,18 +7,22 @@ import json
 import random
 import re
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from family_models import FAMILIES, Bench
+from transformers import CONFIG_MAPPING
 
 from tandem.build import built_model, planned_shape, training
 from tandem.engine.hf.cache_room import try_states
 from tandem.errors import SpecError
 from tandem.model import meta_count
+from tandem.ops import attention_masks
 from tandem.ops.counted_shape import CountedShape, Shape
+from tandem.ops.module_parts import layers_of
 from tandem.recipes.plan_run import plan_run
 from tandem.runs.planner.model_shape import NoPlan, trained_tensors
 from tandem.spec.load import parse_spec
@@ -28,6 +32,11 @@ from tandem.spec.precision import Float32Precision
 from tandem.types import Trajectory
 
 NO_ADAPTERS = ("Falcon-H1",)
+TWO_KINDS = (
+    "SmolLM3", "Qwen3-Next", "Qwen3.5", "Qwen3.5-MoE", "Gemma2", "Gemma3", "OLMo3", "Gemma4", "Cohere2", "LFM2",
+    "Granite 4", "Jamba", "OLMo hybrid", "gpt-oss", "DeepSeek-V3",
+)  # fmt: skip
+"""Families whose layers are not all alike."""
 LLAMA4 = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_local_experts": 2}
 
 
@@ -75,7 +84,7 @@ def batches(spec: Any, model: built_model.BuiltModel, rows: int, length: int) ->
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["all", "lora"])
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("Llama 4", *NO_ADAPTERS)])
 def test_what_a_step_of_a_family_accounts_for_is_planned(benches, name, lora):
-    planned_step(benches(name), lora, has_activations=name != "Mistral")  # whose formula knows no sliding window
+    planned_step(benches(name), lora)
 
 
 @pytest.mark.parametrize("name", NO_ADAPTERS)
@@ -87,7 +96,7 @@ def test_a_plan_refuses_adapters_as_a_run_does(benches, name):
         plan_run(spec_of(benches(name), LoraSpec(), batch_size=1), gpu="cpu", row_tokens=64)
 
 
-def planned_step(bench: Bench, lora: LoraSpec | None, *, has_activations: bool = True) -> None:
+def planned_step(bench: Bench, lora: LoraSpec | None) -> None:
     rows, length = 2, 256
     spec = spec_of(bench, lora, batch_size=rows, micro_tokens=rows * length)
     model = built_model.model(spec.model, spec.precision, 0, torch.device("cpu"))
@@ -98,8 +107,79 @@ def planned_step(bench: Bench, lora: LoraSpec | None, *, has_activations: bool =
     found = trainer.step(batches(spec, model, rows, length))
     plan = plan_run(spec, gpu="cpu", row_tokens=length)
     train = next(each for each in plan.phases if each.name == "train")
-    for part in ("weights", "optimizer", "gradients", "logits", *(["activations"] * has_activations)):
+    for part in ("weights", "optimizer", "gradients", "logits", "activations"):
         assert train.parts[part] == pytest.approx(found[f"memory/{part}"], rel=0.03, abs=1e-5), part
+
+
+def deeper(bench: Bench, times: int) -> dict[str, Any]:
+    """Return the config of a model with several times the layers."""
+    config = json.loads((bench.path / "config.json").read_text())
+    num = config["num_hidden_layers"]
+    more = {key: times * each for key, each in config.items() if isinstance(each, list) and len(each) == num}
+    return {**config, **more, "num_hidden_layers": times * num}
+
+
+ALL_LINEAR, QUERIES = LoraSpec(rank=4), LoraSpec(rank=4, targets=("q_proj",))
+LORAS = {"Falcon-H1": (None, QUERIES), "Qwen3-Next": (None, ALL_LINEAR, QUERIES)}
+"""With queries alone the layers before the first adapter save nothing: of a hybrid, some of those without adapters."""
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("Llama 4", "Qwen3-VL")])
+def test_equal_layers_are_counted_once_and_give_what_each_of_them_gives(benches, name, monkeypatch):
+    config = deeper(benches(name), 3 if name in TWO_KINDS else 1)
+
+    def counts() -> list[Any]:
+        planned_shape.counted.cache_clear()
+        shape = planned_shape.counted(json.dumps(config), name, False)
+        loras = LORAS.get(name, (None, ALL_LINEAR))
+        return [shape.cached(2), *((shape.trained(lora), shape.count(2, lora)) for lora in loras)]
+
+    module = meta_count.meta_model(config, name)
+    meta_count.share_equal_layers(module)
+    assert len(layers_of(module)) == 1 + (name in TWO_KINDS)
+    once = counts()
+    monkeypatch.setattr(meta_count, "share_equal_layers", lambda module: None)
+    assert counts() == once
+
+
+def test_a_layer_with_anything_of_its_own_is_counted_by_itself(benches):
+    config = json.loads((benches("Llama").path / "config.json").read_text())
+
+    def num_kept(change: Callable[[Any], None], **more: Any) -> int:
+        module = meta_count.meta_model({**config, **more}, "model")
+        change(module.model.layers)
+        meta_count.share_equal_layers(module)
+        return len(layers_of(module))
+
+    def tie(layers: Any) -> None:
+        layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+
+    assert num_kept(lambda layers: None) == 1
+    assert num_kept(lambda layers: None, of_each_layer=[1, 2, 1, 1]) == 2
+    assert num_kept(lambda layers: setattr(layers[2].self_attn, "scaling", 0.5)) == 2
+    assert num_kept(tie) == 4
+
+
+def test_an_adapter_of_one_layer_is_of_that_layer_alone(benches):
+    shape = shape_of(benches("Qwen3-MoE"))
+    assert isinstance(shape, CountedShape)
+    one = LoraSpec(rank=4, targets=("layers.2.self_attn.q_proj",))
+    assert shape.trained(one) == [((4, 64), True), ((128, 4), True)]
+    saved = [layer.saved.token for layer in shape.count(4, one).layers]
+    assert saved[0] == saved[1] < saved[2] != saved[3] > 0
+
+
+WINDOW, NO_WINDOW, ON = {"sliding_window": 64}, {"sliding_window": None}, {"use_sliding_window": True}
+
+
+@pytest.mark.parametrize("said", [{}, WINDOW, NO_WINDOW, ON, {**ON, **WINDOW}, {**ON, **NO_WINDOW}])
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_a_plan_knows_which_families_have_a_sliding_window(benches, kind, said):
+    sizes = json.loads((benches("Llama").path / "config.json").read_text())
+    config = {**sizes, "model_type": kind, **said}
+    theirs = CONFIG_MAPPING[kind].from_dict(config)
+    theirs._attn_implementation = "sdpa"
+    assert planned_shape.of_config(config, "model", on_gpu=False).masks != attention_masks.plainly_causal(theirs)
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Jamba", "Granite 4", "OLMo hybrid"])

@@ -27,22 +27,22 @@ def of_run(spec: RunSpec, *, on_gpu: bool) -> Shape:
 
 def of_config(config: Mapping[str, Any], name: str, *, on_gpu: bool) -> Shape:
     """Return the shape of a model with this config. Models that a formula describes are planned without torch."""
-    return shape_of(config, name) if is_known(config) else _counted(json.dumps(dict(config)), name, on_gpu)
+    return shape_of(config, name) if is_known(config) else counted(json.dumps(dict(config)), name, on_gpu)
 
 
 @cache
-def _counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
+def counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
     config = json.loads(config_json)
     if (layers := (config.get("text_config") or config).get("num_hidden_layers") or 0) > _MOST_LAYERS:
         raise NoPlan(f"'{name}': num_hidden_layers = {layers}: up to {_MOST_LAYERS:,} layers are counted")
 
-    def asked(what: str, ask: Callable[[Any], R], *adapted: Any) -> R:
-        """Ask a model without weights, whose own code runs here. `adapted`: how model/meta_count.py changes it."""
+    def asked(what: str, ask: Callable[[Any, Any], R], *adapted: Any) -> R:
+        """Ask model/meta_count.py of a model without weights, whose code runs here. `adapted`: how it is changed."""
         from tandem.model import meta_count
 
         try:
             module = meta_count.meta_model(json.loads(config_json), name)
-            return ask(meta_count.with_adapters(module, *adapted) if adapted else module)
+            return ask(meta_count, meta_count.with_adapters(module, *adapted) if adapted else module)
         except (TandemError, AssertionError, ModuleNotFoundError):
             raise
         except Exception as error:
@@ -54,11 +54,11 @@ def _counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
 
     @cache
     def trained(lora: LoraSpec | None) -> list[tuple[Dims, bool]]:
-        return asked("trained tensors", _trained, 4, lora)
+        return asked("trained tensors", lambda meta_count, module: meta_count.trained_of(module), 4, lora)
 
     @cache
     def count(width: int, lora: LoraSpec | None) -> PassCount:
-        return asked("a forward pass", partial(_pass, on_gpu=on_gpu), width, lora)
+        return asked("a forward pass", lambda meta_count, module: meta_count.count_pass(module, on_gpu), width, lora)
 
     @cache
     def cached(width: int) -> tuple[int, int]:
@@ -67,22 +67,9 @@ def _counted(config_json: str, name: str, on_gpu: bool) -> CountedShape:
     return asked("the layers", partial(_shape, trained=trained, count=count, cached=cached, on_gpu=on_gpu))
 
 
-def _trained(module: Any) -> list[tuple[Dims, bool]]:
-    from tandem.model import meta_count
-
-    return meta_count.trained_of(module)
-
-
-def _pass(module: Any, *, on_gpu: bool) -> PassCount:
-    from tandem.model import meta_count
-
-    return meta_count.count_pass(module, on_gpu=on_gpu)
-
-
-def _shape(module: Any, *, trained: Any, count: Any, cached: Any, on_gpu: bool) -> CountedShape:
+def _shape(meta_count: Any, module: Any, *, trained: Any, count: Any, cached: Any, on_gpu: bool) -> CountedShape:
     from torch import nn
 
-    from tandem.model import meta_count
     from tandem.ops import attention_masks, packed_attention
 
     config, layers = module.config.get_text_config(), layers_of(module)
@@ -121,20 +108,20 @@ def _why_not_rows(module: Any) -> str:
     return ""
 
 
-def _cached_bytes(module: Any) -> tuple[int, int]:
+def _cached_bytes(meta_count: Any, module: Any) -> tuple[int, int]:
     """Return the bytes of keys and values of a position, and of a sequence's states, as the embedded engine keeps
     them."""
     import torch
 
     from tandem.engine.hf.kv_cache import KvCache
     from tandem.engine.hf.recurrent_cache import RecurrentCacheLayer
-    from tandem.model import meta_count
 
-    cache = KvCache(len(layers_of(module)), 2**16, RecurrentCacheLayer, max_rows=1)
+    order = layers_of(module, repeated=True)
+    cache = KvCache(len(order), 2**16, RecurrentCacheLayer, max_rows=1)
     cache.targets, cache.copies = slice(1), torch.zeros(1, dtype=torch.long, device="meta")
     cache.view = row = cache.length_held
-    meta_count.hidden_of(module, row, past_key_values=cache, use_cache=True)
-    layers: list[Any] = cache.layers
+    meta_count.Count(module, row).run(past_key_values=cache, use_cache=True)
+    layers: list[Any] = [cache.layers[order.index(layer)] for layer in order]  # a shared layer writes as its first one
     held = [each for layer in layers for each in (layer.keys, layer.values) if each is not None]
     positions = sum(each.numel() * each.element_size() for each in held) // row
     return positions, sum(layer.state_bytes() for layer in layers)

@@ -2,13 +2,15 @@
 
 The module is on torch's meta device, where tensors have a shape and no values. One row is computed as the trainer
 computes it, layer by layer, and what autograd saves is counted, each storage once, as train/memory_accounting.py does.
-Attention is recorded as a kernel saves it, for choosing a kernel needs a device.
+Attention is recorded as a kernel saves it, for choosing a kernel needs a device. Layers that are made alike are one
+module here, which is computed twice: the first of them alone saves what they share, such as a mask.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,6 +43,8 @@ _PRODUCTS = {
     "aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1), "aten::baddbmm": (1, 2),
 }  # fmt: skip
 """Products of matrices, and which of their arguments are multiplied."""
+_NOT_TOLD = ("layer_idx", "config", "_modules")
+"""Of a module: its layer's index, what is the model's, and its parts, which are told after it."""
 
 
 def meta_model(config: Mapping[str, Any], name: str) -> Any:
@@ -62,8 +66,9 @@ def meta_model(config: Mapping[str, Any], name: str) -> Any:
 
 def trained_of(module: Any) -> list[tuple[Dims, bool]]:
     """Return the dimensions of each trained tensor, and whether a matrix's optimizer updates it."""
-    tables = tables_of(module, module.get_output_embeddings())
-    named = [each for each in module.named_parameters() if each[1].requires_grad]
+    tables, tied = tables_of(module, module.get_output_embeddings()), module.all_tied_weights_keys
+    every = module.named_parameters(remove_duplicate=False)  # of shared layers each
+    named = [(name, tensor) for name, tensor in every if tensor.requires_grad and name not in tied]
     return [(tuple(tensor.shape), tensor.ndim >= 2 and name not in tables) for name, tensor in named]
 
 
@@ -85,8 +90,32 @@ def component_of(module: Any, name: str, tensor: Tensor) -> str:
     return "attention" if any("attn" in part or "attention" in part for part in parts) else "mlp"
 
 
+def share_equal_layers(module: Any) -> None:
+    """Replace layers by the first one that is made alike, with the same entries in the config's lists."""
+    layers = layers_of(module)
+    if max(Counter(id(each) for layer in layers for each in layer.parameters()).values(), default=0) > 1:
+        return  # the first of those that share tensors has them alone, so each is counted by itself
+    lists = [each for each in module.config.get_text_config().to_dict().values() if isinstance(each, list)]
+    for found in [part for part in module.modules() if isinstance(part, nn.ModuleList) and {*part} & {*layers}]:
+        alike: dict[str, Any] = {}
+        for number, layer in enumerate(found):
+            entries = [each[number] for each in lists if len(each) == len(found)]
+            found[number] = alike.setdefault(f"{entries} {_made_of(layer)}", layer)
+
+
+def _made_of(layer: Any) -> list[Any]:
+    """Return what a layer's modules have, but for its index. A tensor without values is told by its shape, another
+    object by its address: where that is not the same, neither are the layers."""
+    named = [(name, type(part), vars(part)) for name, part in layer.named_modules()]
+    return [(*of, {key: each for key, each in own.items() if key not in _NOT_TOLD}) for *of, own in named]
+
+
 def with_adapters(module: Any, width: int, lora: LoraSpec | None) -> Any:
-    """Narrow the module to `width` bytes a number, and add the adapters, as build/built_model.py does."""
+    """Narrow the module to `width` bytes a number, and add the adapters, as build/built_model.py does. Equal layers
+    are shared, unless a target names a layer by its number."""
+    targets = () if lora is None or lora.targets == "all-linear" else lora.targets
+    if not any(part.isdigit() for target in targets for part in target.split(".")):
+        share_equal_layers(module)
     if width == 2:
         narrow(module, _META, None)
     if lora is not None:
@@ -95,7 +124,7 @@ def with_adapters(module: Any, width: int, lora: LoraSpec | None) -> Any:
     return module
 
 
-def count_pass(module: Any, *, on_gpu: bool) -> PassCount:
+def count_pass(module: Any, on_gpu: bool) -> PassCount:
     """Count a forward pass. The module can compute nothing else afterwards."""
     config = module.config.get_text_config()
     # A CPU has no kernel for values that are narrower than keys.
@@ -107,11 +136,12 @@ def count_pass(module: Any, *, on_gpu: bool) -> PassCount:
     # All is for each token, but for attention's weights, and for adapted experts, whose sums are as large as they are.
     adapted = any(".lora_" in name for name, _ in module.named_parameters())
     plain = by_kernel and not (adapted and beside_experts(module)[0])
-    counts = [_Count(module, row) for row in ((_ROW,) if plain else (_ROW, 2 * _ROW, 4 * _ROW))]
+    counts = [Count(module, row) for row in ((_ROW,) if plain else (_ROW, 2 * _ROW, 4 * _ROW))]
     for each in counts:
         each.run()
-    *layers, root = [_layer(same) for same in zip(*(each.units for each in counts), strict=True)]
-    return PassCount(layers, root, _fit([each.products for each in counts]).token, counts[0].heads)
+    *layers, root = [_layer(same) for same in zip(*(each.units() for each in counts), strict=True)]
+    products = [sum(unit.products for unit in each.units()) for each in counts]
+    return PassCount(layers, root, _fit(products).token, sum(unit.heads for unit in counts[0].units()))
 
 
 def _layer(same: Sequence[_Unit]) -> LayerCount:
@@ -139,47 +169,67 @@ def _fit(numbers: Sequence[float]) -> Size:
 
 
 class _Unit:
-    """The storages of one layer's forward pass, and their bytes."""
+    """One layer's forward pass: its storages, and their bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, had_gradient: bool = False) -> None:
+        self.had_gradient = had_gradient
+        self.made: Any = None
         self.saved: dict[int, int] = {}
         self.outputs: dict[int, int] = {}
         self.inputs: dict[int, int] = {}
         self.attention: dict[int, int] = {}
         self.attended: dict[int, int] = {}
         self.repeated, self.attends = 0, False
+        self.products, self.heads = 0, 0.0
 
 
-class _Count(TorchDispatchMode):
+class Count(TorchDispatchMode):
     """Runs one row, and notes what autograd saves, by layer, and every product."""
 
     def __init__(self, module: Any, row: int) -> None:
         super().__init__()
         self._module, self._row = module, row
         self._weights = {_storage(each) for each in (*module.parameters(), *module.buffers())}
-        self._layers = {layer: _Unit() for layer in layers_of(module)}
+        self._layers = layers_of(module, repeated=True)
+        self._calls: dict[Any, list[_Unit]] = defaultdict(list)
         self._root = self.now = _Unit()
-        self.units = [*self._layers.values(), self._root]
         self._alive: list[Tensor] = []
         """A storage that is freed could give its place to another."""
         self._seen: set[int] = set()
-        self.products = 0
-        self.heads = 0.0
 
-    def run(self) -> None:
-        token = _counting.set(self)
-        handles: list[Any] = []
-        for layer, unit in self._layers.items():
-            handles.append(layer.register_forward_pre_hook(partial(self._enter, unit)))
-            handles.append(layer.register_forward_hook(partial(self._enter, self._root)))
+    def run(self, **more: Any) -> None:
+        """`more`: what the model is given beside its tokens."""
+        token, times = _counting.set(self), Counter(self._layers)
+        for layer in times:
+            layer.forward = partial(self._call, self._calls[layer], times[layer] > 1, layer.forward)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, _same), self:
-                hidden = hidden_of(self._module, self._row)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor), self:
+                hidden = _hidden_of(self._module, self._row, **more)
         finally:
             _counting.reset(token)
-            for each in handles:
-                each.remove()
+            for layer in times:
+                del layer.forward
         self._root.saved.setdefault(_storage(hidden), hidden.untyped_storage().nbytes())  # the head keeps it
+
+    def units(self) -> list[_Unit]:
+        """Return those of all layers in their order, and what is beside them."""
+        calls = {layer: iter(made) for layer, made in self._calls.items()}
+        return [*(next(calls[layer], _Unit()) for layer in self._layers), self._root]
+
+    def _call(
+        self, calls: list[_Unit], is_shared: bool, forward: Any, hidden_states: Tensor, *more: Any, **named: Any
+    ) -> Any:
+        """Compute a layer; of those that share a module two, and two more behind the first adapter."""
+        had_gradient = hidden_states.requires_grad
+        same = [each for each in calls if each.had_gradient == had_gradient]
+        if is_shared and len(same) > 1:
+            calls.append(same[1])
+            return hidden_states if isinstance(same[1].made, Tensor) else (hidden_states, *same[1].made[1:])
+        before, self.now = self.now, calls[0] if calls and not is_shared else _Unit(had_gradient)
+        calls.append(self.now)
+        made = self.now.made = forward(hidden_states, *more, **named)
+        self.now = before
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -189,7 +239,7 @@ class _Count(TorchDispatchMode):
         return made
 
     def product(self, left: Tensor, right: Tensor, made: Tensor) -> None:
-        self.products += made.numel() * left.shape[-1]
+        self.now.products += made.numel() * left.shape[-1]
         self._note(self.now.outputs, made)
         self._note(self.now.inputs, *(one for one, by in ((left, right), (right, left)) if by.requires_grad))
 
@@ -199,14 +249,11 @@ class _Count(TorchDispatchMode):
         now.repeated += sum(each.numel() // each.shape[1] * (heads - each.shape[1]) for each in (key, value)) * (
             query.element_size()
         )
-        self.heads += heads * (query.shape[-1] + value.shape[-1]) / 2
+        now.heads += heads * (query.shape[-1] + value.shape[-1]) / 2
         made, sums = _Attention.apply(query, key, value)
         self._note(now.attention, query, key, value, made, sums)
         self._note(now.attended, made, sums)
         return made
-
-    def _enter(self, unit: _Unit, *_: Any) -> None:
-        self.now = unit
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if (place := _storage(tensor)) not in self._seen:
@@ -235,10 +282,6 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, made, sums)
         return made, sums
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a count has no backward pass")
-
 
 class _Experts(torch.autograd.Function):
     """The products of tokens with their experts' matrices, which torch has on the meta device in 16 bits alone."""
@@ -249,13 +292,9 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(tokens_SI if of_weight else None, weight_EIO if of_tokens else None)
         return tokens_SI.new_empty(len(tokens_SI), weight_EIO.shape[2])
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a count has no backward pass")
-
 
 _LOCK = Lock()
-_counting: ContextVar[_Count | None] = ContextVar("the count of the pass that is computed now", default=None)
+_counting: ContextVar[Count | None] = ContextVar("the count of the pass that is computed now", default=None)
 
 
 def _attend(
@@ -274,7 +313,7 @@ def _by_experts(tokens_SI: Tensor, weight_EIO: Tensor, offs: Tensor) -> Tensor:
     return made
 
 
-def hidden_of(module: Any, row: int, **more: Any) -> Tensor:
+def _hidden_of(module: Any, row: int, **more: Any) -> Tensor:
     """Compute one row of a meta model."""
     config = module.config
     positions_T = torch.arange(row, device=_META)
@@ -338,7 +377,3 @@ def _on_meta(owner: Any, name: str, ours: Callable[..., Any]) -> tuple[Any, str,
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

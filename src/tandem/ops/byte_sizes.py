@@ -40,9 +40,10 @@ class ModelShape:
     """The side of the square of an image that becomes a token."""
     teacher: int = 0
     """Parameters of a frozen teacher beside the model."""
+    masks: bool = False
+    """A row of one sequence needs a mask, too, where rows are not packed: attention has a sliding window."""
     why_not_rows: ClassVar = ""
     recurrent: ClassVar = False
-    masks: ClassVar = False
     packs: ClassVar = True
 
     @property

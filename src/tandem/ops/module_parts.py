@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
-def layers_of(module: Any) -> list[Any]:
+def layers_of(module: Any, *, repeated: bool = False) -> list[Any]:
+    """`repeated`: with a layer that is there in several places once for each."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    named = module.named_modules(remove_duplicate=not repeated)
+    return [part for _, part in named if isinstance(part, GradientCheckpointingLayer)]
 
 
 def tables_of(module: Any, head: Any) -> set[str]:

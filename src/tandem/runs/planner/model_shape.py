@@ -32,6 +32,8 @@ BYTE_VOCABULARY = 266
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _QK_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True, f"{SEEING}_text": True}
 """Architectures whose layers are known here, and whether queries and keys have norms."""
+_WINDOW = 4096
+"""Transformers' own, where a config with a sliding window does not say how long it is."""
 
 
 def read_run(spec: RunSpec, shaped: Callable[[Mapping[str, Any], str], Shape] | None = None) -> Shape:
@@ -95,6 +97,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         vision = whole["vision_config"] if whole.get("model_type") == SEEING else None
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         bias = bool(config.get("attention_bias", False))
+        has_window = kind == "mistral" or config.get("use_sliding_window", False)
         return ModelShape(
             vocab=int(config["vocab_size"]),
             hidden=hidden,
@@ -110,6 +113,7 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
             mlp_bias=bool(config.get("mlp_bias", False)),
             context=int(config.get("max_position_embeddings") or 0),
             tower=_tower(vision) if vision else 0,
+            masks=has_window and config.get("sliding_window", _WINDOW) is not None,
             pixels=vision["patch_size"] * vision["spatial_merge_size"] if vision else 0,
         )
     except (KeyError, TypeError, ValueError) as error:
