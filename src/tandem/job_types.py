@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 HOST_VARIABLES = ("TANDEM_HOST", "TANDEM_HOSTS", "TANDEM_FIRST_HOST")
@@ -51,6 +51,11 @@ class Offer:
     while the host is busy; `why_not` says which."""
     why_not: str = ""
     """Why a job would not begin at once, or never; empty if it would."""
+
+    def beside(self, other: Offer) -> Offer:
+        """Return both kinds of hosts as one: what each of them has at least."""
+        least = {each: min(getattr(self, each), getattr(other, each)) for each in ("gpus", "cpus", "memory_gib")}
+        return replace(self, hosts=self.hosts + other.hosts, **least)
 
 
 @dataclass(frozen=True, slots=True)

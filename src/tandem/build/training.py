@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +17,7 @@ from tandem.publish import Call, on_this_thread
 from tandem.spec.algorithm import AlgorithmSpec, DrGrpoSpec
 from tandem.spec.data import DatasetData, FileData
 from tandem.spec.environment import EnvironmentSpec
+from tandem.spec.load import AnySpec, as_spec
 from tandem.spec.optim import OwnOptimizerSpec
 from tandem.spec.own import OwnAlgorithmSpec
 from tandem.spec.preference import DpoSpec, PreferenceAlgorithm
@@ -53,6 +54,16 @@ def its_spec(spec: RlSpec) -> EnvironmentSpec:
     if spec.environment is None:
         raise SpecError("environment: is missing, so there are no tasks to play; add [environment]")
     return spec.environment
+
+
+def read_environment(source: AnySpec, params: Mapping[str, Any] | None) -> tuple[RlSpec | None, EnvironmentSpec]:
+    """Return the spec, if `source` is one, and its `[environment]`; else the environment of that name and `params`."""
+    if isinstance(source, str) and not source.endswith(".toml"):
+        return None, EnvironmentSpec(name=source, params=dict(params or {}))
+    spec = as_spec(source)
+    if not isinstance(spec, RlSpec):
+        raise SpecError(f"recipe = '{spec.recipe}': has no environment; give a spec with recipe = 'rl'")
+    return spec, its_spec(spec)
 
 
 def close(environment: Environment | None) -> None:

@@ -6,7 +6,8 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,17 +48,19 @@ def limit_cpu(seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (soft if hard < 0 else min(soft, hard), hard))
 
 
-def count_by_group() -> dict[int, int]:
-    """Return the number of processes per process group; empty if /proc cannot be read."""
-    found: dict[int, int] = {}
+def _processes() -> Iterator[tuple[int, int, int]]:
+    """Yield each process, its parent and its group; none if /proc cannot be read."""
     with suppress(OSError):
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 with suppress(OSError, ValueError, IndexError):
-                    stat = Path("/proc", entry, "stat").read_text()
-                    group = int(stat.rpartition(")")[2].split()[2])
-                    found[group] = found.get(group, 0) + 1
-    return found
+                    _, parent, group, *_ = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                    yield int(entry), int(parent), int(group)
+
+
+def count_by_group() -> Mapping[int, int]:
+    """Return the number of processes per process group; empty if /proc cannot be read."""
+    return Counter(group for _, _, group in _processes())
 
 
 def _lower(which: int, limit: int) -> None:
@@ -85,13 +88,7 @@ class Holding:
 
 def held_below(roots: Collection[int]) -> dict[int, Holding]:
     """Return what each of these processes holds with its descendants, the process itself not counted."""
-    parents: dict[int, int] = {}
-    with suppress(OSError):
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                with suppress(OSError, ValueError, IndexError):
-                    stat = Path("/proc", entry, "stat").read_text()
-                    parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+    parents = {pid: parent for pid, parent, _ in _processes()}
     below: dict[int, list[int]] = {root: [] for root in roots}
     for pid in parents:
         above = parents[pid]

@@ -85,7 +85,7 @@ class RayProvider:
             if raylet.get("state") == "ALIVE":
                 offer = self._offer(raylet.get("resourcesTotal") or {})
                 same = offers.get(offer.name)
-                offers[offer.name] = offer if same is None else _together(same, offer)
+                offers[offer.name] = offer if same is None else same.beside(offer)
         return [_measured(offer, need) for offer in offers.values()]
 
     async def launch(self, job: Job) -> Handle:
@@ -216,14 +216,6 @@ class RayProvider:
                 return await client.request(method, self.settings.url.rstrip("/") + path, **what)
         except httpx.TransportError as error:
             raise ProviderSilent(f"{self.settings.url}: {type(error).__name__}: {error}") from error
-
-
-def _together(one: Offer, other: Offer) -> Offer:
-    """Return two nodes of one name as one kind: what each has at least."""
-    return replace(
-        one, hosts=one.hosts + other.hosts, gpus=min(one.gpus, other.gpus), cpus=min(one.cpus, other.cpus),
-        memory_gib=min(one.memory_gib, other.memory_gib),
-    )  # fmt: skip
 
 
 def _measured(offer: Offer, need: Need) -> Offer:

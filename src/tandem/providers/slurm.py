@@ -71,7 +71,7 @@ class SlurmProvider(ScriptedProvider):
                 name, gpus, gpu, self.settings.gpu_memory_gib if gpus else 0.0, int(cpus.rstrip("+")),
                 round(int(mib.rstrip("+")) / 1024, 1), int(hosts), self.settings.usd_per_hour,
             )  # fmt: skip
-            offers[name] = _together(offers[name], here) if name in offers else here
+            offers[name] = offers[name].beside(here) if name in offers else here
             idle[name] = idle.get(name, 0) + (here.hosts if state == "idle" else 0)
         return [_measured(offer, need, idle[name]) for name, offer in offers.items()]
 
@@ -120,14 +120,6 @@ def _gpus(gres: str) -> tuple[str, int]:
     """Return the type and number of a node's GPUs; of several types the first."""
     found = _GPUS.search(gres)
     return (found[1] or "", int(found[2])) if found else ("", 0)
-
-
-def _together(one: Offer, other: Offer) -> Offer:
-    """Return two kinds of nodes of one name as one: what each of them has at least."""
-    return replace(
-        one, hosts=one.hosts + other.hosts, gpus=min(one.gpus, other.gpus), cpus=min(one.cpus, other.cpus),
-        memory_gib=min(one.memory_gib, other.memory_gib),
-    )  # fmt: skip
 
 
 def _measured(offer: Offer, need: Need, idle: int) -> Offer:

@@ -27,7 +27,7 @@ from tandem.rollout.reward_reasons import NoReward, likely_reason
 from tandem.runs.verdict import t_quantile
 from tandem.spec.engine import HfEngineSpec
 from tandem.spec.environment import EnvironmentSpec
-from tandem.spec.load import AnySpec, as_spec
+from tandem.spec.load import AnySpec
 from tandem.spec.model import PathModel
 from tandem.spec.run import RlSpec
 from tandem.types import Measure, Sampling, Task, Trajectory
@@ -115,13 +115,7 @@ def measure_base_rate(
     """Play `tasks` training tasks `group_size` times each, without training. `source`: a spec, or the name of an
     environment, with its `params`. `model`: a directory or hub id; left out, that of the spec. `max_tokens` and
     `temperature` of 0 take the spec's, or 256 and 1."""
-    if isinstance(source, str) and not source.endswith(".toml"):
-        spec, environment_spec = None, EnvironmentSpec(name=source, params=dict(params or {}))
-    else:
-        spec = as_spec(source)
-        if not isinstance(spec, RlSpec):
-            raise SpecError(f"recipe = '{spec.recipe}': has no environment; give a spec with recipe = 'rl'")
-        environment_spec = training.its_spec(spec)
+    spec, environment_spec = training.read_environment(source, params)
     path = str(model) or _model_of(spec)
     stage = spec.train if spec else None
     sampling = Sampling(

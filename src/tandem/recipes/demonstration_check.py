@@ -16,12 +16,11 @@ from tandem.build import training
 from tandem.env.outcome_check import checked
 from tandem.env.protocol_check import MAX_CHECKED
 from tandem.env.scripted_chat import ScriptedChat
-from tandem.errors import EpisodeFailed, SpecError
+from tandem.errors import EpisodeFailed
 from tandem.protocols import Demonstrator, Environment
 from tandem.recipes.packages import ready_packages
 from tandem.spec.environment import EnvironmentSpec
-from tandem.spec.load import AnySpec, as_spec
-from tandem.spec.run import RlSpec
+from tandem.spec.load import AnySpec
 from tandem.types import Task
 
 
@@ -86,13 +85,7 @@ def check_demonstrations(
 ) -> DemonstrationCheck:
     """Load an environment, look at its splits, and play the demonstrations of `tasks` training tasks, without a model.
     `source`: a spec, or the name of an environment, with its `params`."""
-    if isinstance(source, str) and not source.endswith(".toml"):
-        environment_spec = EnvironmentSpec(name=source, params=dict(params or {}))
-    else:
-        spec = as_spec(source)
-        if not isinstance(spec, RlSpec):
-            raise SpecError(f"recipe = '{spec.recipe}': has no environment; give a spec with recipe = 'rl'")
-        environment_spec = training.its_spec(spec)
+    _, environment_spec = training.read_environment(source, params)
     with ready_packages(environment_spec) as packages:
         environment = training.environment(environment_spec, packages and packages.installed)
     try:

@@ -53,10 +53,14 @@ class Connection:
         self._loaded = self._tells_late = False
 
     async def open(self) -> Mapping[str, Any]:
-        """Return its status; raise EngineLost if it does not answer."""
-        status = await self.status()
-        if not isinstance(status.get("boot_id"), str):
-            raise EngineError(f"engine: the server at {self.url} is not an engine of `tandem engine serve`")
+        """Return its status; raise EngineLost, and close, if it does not answer."""
+        try:
+            status = await self.status()
+            if not isinstance(status.get("boot_id"), str):
+                raise EngineError(f"engine: the server at {self.url} is not an engine of `tandem engine serve`")
+        except BaseException:
+            await self.close()
+            raise
         self.boot_id = status["boot_id"]
         self._tells_late = bool(status.get("told_within_s"))
         loop = asyncio.get_running_loop()

@@ -273,11 +273,7 @@ class ServerEngine:
 
     async def _connect(self, ready: Ready) -> Connection:
         connection = Connection(ready.url, ready.token, self._process.exit_report if self._process else lambda: "")
-        try:
-            status = await connection.open()
-        except BaseException:
-            await connection.close()
-            raise
+        status = await connection.open()
         if self._loaded_boot not in ("", connection.boot_id):
             self._serving.clear()
         self._connection, self._version = connection, int(status["version"])

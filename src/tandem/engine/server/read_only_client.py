@@ -81,10 +81,6 @@ class ReadOnlyClient:
 
     async def _open(self) -> Connection:
         connection = Connection(self._url, read_token(self._token_file, _OPTION))
-        try:
-            status = await connection.open()
-        except BaseException:
-            await connection.close()
-            raise
+        status = await connection.open()
         self.version = int(status["version"])
         return connection
