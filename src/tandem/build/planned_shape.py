@@ -120,7 +120,7 @@ def _cached_bytes(meta_count: Any, module: Any) -> tuple[int, int]:
     cache = KvCache(len(order), 2**16, RecurrentCacheLayer, max_rows=1)
     cache.targets, cache.copies = slice(1), torch.zeros(1, dtype=torch.long, device="meta")
     cache.view = row = cache.length_held
-    meta_count.Count(module, row).run(past_key_values=cache, use_cache=True)
+    meta_count.CountedRow(module, row).run(past_key_values=cache, use_cache=True)
     layers: list[Any] = [cache.layers[order.index(layer)] for layer in order]  # a shared layer writes as its first one
     held = [each for layer in layers for each in (layer.keys, layer.values) if each is not None]
     positions = sum(each.numel() * each.element_size() for each in held) // row

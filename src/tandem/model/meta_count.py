@@ -136,7 +136,7 @@ def count_pass(module: Any, on_gpu: bool) -> PassCount:
     # All is for each token, but for attention's weights, and for adapted experts, whose sums are as large as they are.
     adapted = any(".lora_" in name for name, _ in module.named_parameters())
     plain = by_kernel and not (adapted and beside_experts(module)[0])
-    counts = [Count(module, row) for row in ((_ROW,) if plain else (_ROW, 2 * _ROW, 4 * _ROW))]
+    counts = [CountedRow(module, row) for row in ((_ROW,) if plain else (_ROW, 2 * _ROW, 4 * _ROW))]
     for each in counts:
         each.run()
     *layers, root = [_layer(same) for same in zip(*(each.units() for each in counts), strict=True)]
@@ -183,7 +183,7 @@ class _Unit:
         self.products, self.heads = 0, 0.0
 
 
-class Count(TorchDispatchMode):
+class CountedRow(TorchDispatchMode):
     """Runs one row, and notes what autograd saves, by layer, and every product."""
 
     def __init__(self, module: Any, row: int) -> None:
@@ -294,7 +294,7 @@ class _Experts(torch.autograd.Function):
 
 
 _LOCK = Lock()
-_counting: ContextVar[Count | None] = ContextVar("the count of the pass that is computed now", default=None)
+_counting: ContextVar[CountedRow | None] = ContextVar("the count of the pass that is computed now", default=None)
 
 
 def _attend(
