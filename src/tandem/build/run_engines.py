@@ -66,7 +66,7 @@ def join(
     *,
     unchecked: bool = False,
     crew: Crew | None = None,
-    begun: Begun | None = None,
+    begun: BegunEngines | None = None,
 ) -> Joined:
     """Build the engine and the bridge of a run. `home`: directory for engine logs and files, and for versions that are
     sent as files. `unchecked`: accept a vLLM version that has not passed the conformance suite. `crew`: rank 0's, where
@@ -108,7 +108,7 @@ def targets_beside_experts(model: BuiltModel) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunEngines:
     """The engine processes of a run, begun before its model was built."""
 
     processes: Sequence[OwnedProcess] = ()
@@ -117,12 +117,12 @@ class Begun:
 
 
 @contextmanager
-def begun(spec: RlSpec, home: Path) -> Iterator[Begun]:
+def begun(spec: RlSpec, home: Path) -> Iterator[BegunEngines]:
     """Begin the engine processes of a run while the trainer loads its model; end them with the context. On the
     trainer's GPU they only import what they need: how much memory is free there is known once the trainer is built."""
     engine = spec.engine
     if isinstance(engine, HfEngineSpec | RemoteEngineSpec) or engine.url:
-        yield Begun()
+        yield BegunEngines()
         return
     from tandem.build.built_model import pick_device
 
@@ -130,18 +130,18 @@ def begun(spec: RlSpec, home: Path) -> Iterator[Begun]:
     why = "the trainer is on its GPU" if on_trainers_gpu(spec, device) else ""
     if untouched_directory(spec.model) is None:
         why = "the run makes its first weights"
-    processes = [_process(spec, engine, number, device, home) for number in range(engine.replicas)]
+    processes = [_process(spec, number, device, home) for number in range(engine.replicas)]
     try:
         for each in processes:
             each.begin(loads=not why)
-        yield Begun(processes, why and f"it only imports meanwhile: {why}")
+        yield BegunEngines(processes, why and f"it only imports meanwhile: {why}")
     finally:
         for each in processes:
             each.end()
 
 
 def outside(
-    spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False, begun: Begun | None = None
+    spec: RlSpec, model: BuiltModel, home: Path, *, unchecked: bool = False, begun: BegunEngines | None = None
 ) -> Engine:
     """Build engines in other processes, behind a pool. A single engine also gets a pool, which waits if it is lost."""
     import torch
@@ -152,18 +152,19 @@ def outside(
     if isinstance(spec.engine, RemoteEngineSpec):
         from tandem.engine.remote.engine import RemoteEngine
 
+        asked, end_ids = spec.engine, model.renderer.end_ids
         return EnginePool(
             [
                 RemoteEngine(
                     url,
-                    spec.engine.model,
-                    end_ids=model.renderer.end_ids,
-                    key_env=spec.engine.key_env,
-                    on_update=spec.engine.on_update,
-                    deadline_s=spec.engine.deadline_s,
+                    asked.model,
+                    end_ids=end_ids,
+                    key_env=asked.key_env,
+                    on_update=asked.on_update,
+                    deadline_s=asked.deadline_s,
                     slots=spec.train.max_lag + 2,
-                )
-                for url in spec.engine.urls
+                )  # fmt: skip
+                for url in asked.urls
             ]
         )
     engine, device = spec.engine, model.device.type
@@ -174,7 +175,7 @@ def outside(
     elif begun is not None:
         places = begun.processes
     else:
-        places = [_process(spec, engine, number, device, home, unchecked) for number in range(engine.replicas)]
+        places = [_process(spec, number, device, home, unchecked) for number in range(engine.replicas)]
     return EnginePool(
         [
             ServerEngine(
@@ -190,18 +191,12 @@ def outside(
     )
 
 
-def _process(
-    spec: RlSpec,
-    engine: ServerEngineSpec | VllmEngineSpec,
-    number: int,
-    device: str,
-    homes: Path,
-    unchecked: bool = False,
-) -> OwnedProcess:
+def _process(spec: RlSpec, number: int, device: str, homes: Path, unchecked: bool = False) -> OwnedProcess:
     """Build the process of one engine server, without starting it. `number`: which replica. `device`: the trainer's."""
     from tandem.engine.server.child_process import Owned, OwnedProcess
 
-    home = homes / f"engine-{number}"
+    engine, home = spec.engine, homes / f"engine-{number}"
+    assert isinstance(engine, ServerEngineSpec | VllmEngineSpec)
     return OwnedProcess(
         Owned(
             _command_of(spec, engine, device, home, unchecked),

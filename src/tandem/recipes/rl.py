@@ -71,7 +71,7 @@ class RlRun:
         run: Run,
         environment: Environment | None,
         checkpointer: RunCheckpointer,
-        begun: run_engines.Begun,
+        begun: run_engines.BegunEngines,
         crew: Any = None,
     ) -> None:
         """`begun`: the engine processes. `crew`: rank 0's, where several ranks train."""
