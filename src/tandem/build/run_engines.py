@@ -152,21 +152,12 @@ def outside(
     if isinstance(spec.engine, RemoteEngineSpec):
         from tandem.engine.remote.engine import RemoteEngine
 
-        asked, end_ids = spec.engine, model.renderer.end_ids
-        return EnginePool(
-            [
-                RemoteEngine(
-                    url,
-                    asked.model,
-                    end_ids=end_ids,
-                    key_env=asked.key_env,
-                    on_update=asked.on_update,
-                    deadline_s=asked.deadline_s,
-                    slots=spec.train.max_lag + 2,
-                )  # fmt: skip
-                for url in asked.urls
-            ]
-        )
+        asked = spec.engine
+        options: dict[str, Any] = {
+            "end_ids": model.renderer.end_ids, "key_env": asked.key_env, "on_update": asked.on_update,
+            "deadline_s": asked.deadline_s, "slots": spec.train.max_lag + 2,
+        }  # fmt: skip
+        return EnginePool([RemoteEngine(url, asked.model, **options) for url in asked.urls])
     engine, device = spec.engine, model.device.type
     assert not isinstance(engine, HfEngineSpec)
     places: Sequence[OwnedProcess | ExistingServer]
