@@ -69,7 +69,7 @@ def test_an_engine_that_has_another_base_is_no_refusal_but_a_fault(tmp_path: Pat
     with torch.no_grad():
         module.lm_head.weight.mul_(1.01)
     module.save_pretrained(other.path)
-    monkeypatch.setattr(run_engines, "starting_model", lambda *_: other.path)
+    monkeypatch.setattr(run_engines, "starting_directory", lambda *_: other.path)
     with pytest.raises(SyncError, match=r"the engine's base model is not the trainer's: 'lm_head\.weight' differs"):
         suite.outcome("adapter_broadcast", bench)
 

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.ops.byte_sizes import keeps_gathered, sums_by_step
+from tandem.ops.byte_sizes import keeps_gathered, sums_of_ranks
 from tandem.ops.parts import rows_of
 from tandem.recipes import plan_run as recipes
 from tandem.recipes.random_checkpoints import SHAPES
@@ -93,14 +93,15 @@ def test_the_peaks_of_several_ranks_are_foretold(tmp_path, shape, gpu, ranks, me
 
 
 @pytest.mark.parametrize(
-    ("asked", "float32_gib", "gpu_gib", "added"),
+    ("asked", "float32_gib", "gpu_gib", "becomes"),
     [
-        ("auto", 30.5, 139.8, True), ("auto", 30.5, 79.2, False), ("auto", 0.0, 139.8, True), ("auto", 0.0, 0.0, False),
-        ("round", 0.1, 139.8, False), ("step", 122.0, 79.2, True), ("step", 0.1, 0.0, True),
+        ("auto", 30.5, 139.8, "step"), ("auto", 30.5, 79.2, "running"), ("auto", 0.0, 139.8, "step"),
+        ("auto", 0.0, 0.0, "round"), ("round", 0.1, 139.8, "round"), ("step", 122.0, 79.2, "step"),
+        ("step", 0.1, 0.0, "step"), ("running", 0.1, 0.0, "running"),
     ],
 )  # fmt: skip
-def test_a_rank_adds_up_its_own_gradients_where_they_take_little_or_where_asked(asked, float32_gib, gpu_gib, added):
-    assert sums_by_step(asked, float32_gib * GIB, gpu_gib * GIB) == added
+def test_a_rank_adds_up_its_own_gradients_where_they_take_little_or_where_asked(asked, float32_gib, gpu_gib, becomes):
+    assert sums_of_ranks(asked, float32_gib * GIB, gpu_gib * GIB) == becomes
 
 
 def test_deterministic_runs_add_in_the_order_of_rounds_unless_asked():

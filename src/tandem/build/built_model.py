@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.build import sight
 from tandem.errors import SpecError
-from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_recurrent, shares_unmasked
+from tandem.ops.byte_sizes import Shares, shares_masked, shares_never, shares_recurrent, shares_unmasked, sums_of_ranks
 from tandem.spec.model import ModelSpec, PathModel, PresetModel
 from tandem.spec.parallel import ONE_PROCESS, ParallelSpec, settled
 from tandem.spec.precision import Bfloat16Precision, Float32Precision, PrecisionSpec
@@ -46,8 +46,8 @@ class BuiltModel:
     """The ranks that hold the model together; None: this process has all of it."""
     num_shares: int = 1
     """Micro-batches come in multiples of this."""
-    sums_by_step: bool = False
-    """Each rank adds up its own gradients first: what became of parallel.sums."""
+    sums: str = "round"
+    """What became of parallel.sums."""
 
     @property
     def shares(self) -> Shares:
@@ -215,8 +215,8 @@ def model(
         (policy if crew is None else policy.inner).check_gradient()
     model_context = module.config.get_text_config().max_position_embeddings
     context = min(max_context or model_context, model_context)
-    by_step = parallel.sums == "step" if crew is None else crew.sums_by_step
-    return BuiltModel(policy, renderer, device, context, master_weights, crew, parallel.num_shares, by_step)
+    sums = sums_of_ranks(parallel.sums, 0, 0) if crew is None else crew.sums
+    return BuiltModel(policy, renderer, device, context, master_weights, crew, parallel.num_shares, sums)
 
 
 def tokenizer_from_scratch(idle: int) -> Any:

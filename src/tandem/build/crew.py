@@ -14,7 +14,7 @@ from tandem.errors import SpecError, SyncError
 from tandem.io import own_code
 from tandem.io.file_system import file_system_of
 from tandem.io.shared_directory import why_unseen
-from tandem.ops.byte_sizes import keeps_gathered, sums_by_step
+from tandem.ops.byte_sizes import keeps_gathered, sums_of_ranks
 from tandem.protocols import Trainer
 from tandem.spec.load import parse_spec
 from tandem.spec.model import ModelSpec, PathModel
@@ -95,10 +95,11 @@ def policy_by_rows(
         crew.groups += hosts.groups
         numbers, room = sum(each.numel() for each in module.parameters()), gpu_bytes(crew.device)
         keeps = keeps_gathered(parallel.gather, numbers * dtype.itemsize, room)
-        adds = sums_by_step(parallel.sums, 4 * (0 if options["lora"] else numbers), room)
-        crew.gathers_for, crew.sums_by_step = "step" if keeps else "layer", adds
+        crew.gathers_for = "step" if keeps else "layer"
+        crew.sums = sums_of_ranks(parallel.sums, 4 * (0 if options["lora"] else numbers), room)
         cuts = engine_cuts(module, crew.ranks) if in_engine else None
-        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps, adds=adds, cuts=cuts)
+        sums = {"adds": crew.sums == "step", "running": crew.sums == "running"}
+        rows = Rows(hosts, crew.device, tree=tree, tick=crew.tick, keeps=keeps, cuts=cuts, **sums)
         adopt = master.adopt if master.keeps_bits else None
         policy = RowsPolicy(module, tokenizer, rows=rows, adopt=adopt, dtype=dtype, rows_of=rows_of, **options)
     return CrewPolicy(crew, policy)
@@ -287,7 +288,7 @@ class Member:
             ),
             held_by_all=policy.rows.held_by_all,
             shares=built.num_shares,
-            by_step=built.sums_by_step,
+            by_step=built.sums == "step",
             rounds=policy.rows,
             update_metrics=metrics_of,
             **training.trainer_options(its_stage, built, version),

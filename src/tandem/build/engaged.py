@@ -41,8 +41,7 @@ def options(spec: RunSpec, model: BuiltModel) -> list[tuple[str, Any, bool, str]
     if model.crew is not None:
         found.append((f"parallel.gather = '{model.crew.gathers_for}'", spec.asked("parallel.gather", AUTO), True, ""))
     if model.num_shares > 1:
-        sums = "step" if model.sums_by_step else "round"
-        found.append((f"parallel.sums = '{sums}'", spec.asked("parallel.sums", AUTO), True, ""))
+        found.append((f"parallel.sums = '{model.sums}'", spec.asked("parallel.sums", AUTO), True, ""))
     if spec.model.compile:
         found.append(
             ("model.compile", spec.asked("model.compile", AUTO), not forward.why_not_compiled, forward.why_not_compiled)

@@ -191,7 +191,7 @@ def _process(spec: RlSpec, number: int, device: str, homes: Path, unchecked: boo
     return OwnedProcess(
         Owned(
             _command_of(spec, engine, device, home, unchecked),
-            model=str(_start(spec.model, homes)),
+            model=str(starting_directory(spec.model, homes)),
             directory=home,
             environment=gpu_environment(engine, number, device),
             start_deadline_s=engine.start_deadline_s,
@@ -323,7 +323,7 @@ def untouched_directory(model: ModelSpec) -> Path | None:
 
 def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
     """Return the directory that an engine process loads before the first version arrives: same model and tokenizer."""
-    path = _start(spec.model, home)
+    path = starting_directory(spec.model, home)
     if not path.exists():
         from tandem.build.training import export
 
@@ -332,7 +332,7 @@ def starting_model(spec: RlSpec, model: BuiltModel, home: Path) -> Path:
     return path
 
 
-def _start(model: ModelSpec, home: Path) -> Path:
+def starting_directory(model: ModelSpec, home: Path) -> Path:
     return untouched_directory(model) or (home / "model").resolve()
 
 

@@ -101,13 +101,7 @@ def embedded_of(spec: ServerEngineSpec, model: BuiltModel) -> Alone:
 
 
 def vllm_options(
-    spec: VllmEngineSpec,
-    *,
-    device: str,
-    dtype: str,
-    adapter_slots: int,
-    max_rank: int,
-    unchecked: bool = False,
+    spec: VllmEngineSpec, *, device: str, dtype: str, adapter_slots: int, max_rank: int, unchecked: bool = False
 ) -> VllmOptions:
     """Return the options of a vLLM process, without the model."""
     from tandem.engine.vllm.options import VllmOptions

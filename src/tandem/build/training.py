@@ -171,7 +171,8 @@ def trainer(stage: Stage, model: BuiltModel, algorithm: Algorithm, version: int,
         return PolicyTrainer(model.policy, algorithm, made, measure_moves=lags, **options)
     from tandem.train.tree_trainer import TreeTrainer
 
-    leaves = {"shares": model.num_shares, "by_step": model.sums_by_step}
+    # One process that adds up all as it comes has one leaf.
+    leaves = {"shares": 1 if model.sums == "running" else model.num_shares, "by_step": model.sums != "round"}
     return TreeTrainer(model.policy, algorithm, made, update_metrics=metrics_of, **leaves, **options)
 
 

@@ -98,11 +98,7 @@ class DataSplit(Generic[R]):
 
 
 def load_rows(
-    spec: FileData | DatasetData,
-    field_name: str = "data",
-    keep_images: KeepImages | None = None,
-    *,
-    sees: bool = False,
+    spec: FileData | DatasetData, field_name: str = "data", keep_images: KeepImages | None = None, *, sees: bool = False
 ) -> DataSplit[Conversation]:
     """Conversations. `keep_images`: keeps the images of messages, and returns the messages with digests for them; None:
     rows with images are bad rows. `load` explains `sees`."""

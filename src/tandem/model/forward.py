@@ -38,13 +38,7 @@ class Forward:
     """Runs a module, and others with the same config (a reference, a teacher)."""
 
     def __init__(
-        self,
-        module: Any,
-        *,
-        packed: bool,
-        compiled: bool,
-        selective: bool = False,
-        why_not_compiled: str = "",
+        self, module: Any, *, packed: bool, compiled: bool, selective: bool = False, why_not_compiled: str = ""
     ) -> None:
         """`selective`: compiled layers recompute cheap activations. `why_not_compiled`: the caller's reason not to
         compile; empty if there is none."""

@@ -62,12 +62,15 @@ class Rows:
         tick: Callable[[], None],
         keeps: bool = False,
         adds: bool = False,
+        running: bool = False,
         cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         """`keeps`: gathered weights stay until `settle`, instead of until their layer is computed. `adds`: a round may
-        have several micro-batches, whose gradients are added up before they are sent. `cuts`: of each parameter, where
-        an engine's workers say it (engine_cuts.py); otherwise each rank holds rows of all."""
+        have several micro-batches, whose gradients are added up before they are sent. `running`: a round is added to
+        the sums of those before it. `cuts`: of each parameter, where an engine's workers say it (engine_cuts.py);
+        otherwise each rank holds rows of all."""
         self.rank, self.hosts, self.device, self.keeps, self.adds = hosts.rank, hosts, device, keeps, adds
+        self.running = running
         self._tree, self._tick = tree, tick
         self._cuts: dict[str, Cut] = dict(cuts or {})
         self._module: Any = None
@@ -81,6 +84,8 @@ class Rows:
         self.whole: list[tuple[str, Tensor]] = []
         """Trained tensors that are on every rank."""
         self._leaf = LeafSum(())
+        self._earlier: dict[str, Tensor] = {}
+        """Sums of the rounds before, of trained tensors that are on every rank."""
         self._unread: Tensor | None = None
 
     def another(self) -> Rows:
@@ -139,14 +144,19 @@ class Rows:
 
     # --- gradients, for train/gradient_tree.py
 
-    def begin(self, present: Sequence[bool]) -> None:
+    def begin(self, present: Sequence[bool], *, first: bool) -> None:
         self._tick()
         of_hosts = self.hosts.apart(present)
         self._present = of_hosts[self.hosts.number]
         self._hosts_present = [any(each) for each in of_hosts]
+        if first or not self.running:
+            self._forget_sums()
+        self._leaf.forget()
+
+    def _forget_sums(self) -> None:
+        self._earlier = {}
         for each in self._sums:
             each.kept = None
-        self._leaf.forget()
 
     def before(self, *, last: bool) -> None:
         if self.adds:
@@ -162,16 +172,18 @@ class Rows:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
-    def end(self) -> dict[str, Tensor]:
+    def end(self, *, last: bool) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for unit, sums in zip(self._units, self._sums, strict=True):
             if sums.kept is not None:
                 found |= self._taken_apart(unit, sums.kept)
-                sums.kept = None
             for parameter in _fsdp_params(unit):  # or FSDP2 keeps them, and adds the next round's
                 parameter.sharded_param.grad = None
-        if self.whole:
-            found |= self.sum_of_whole()
+        for name, each in (self.sum_of_whole() if self.whole else {}).items():
+            found[name] = self._earlier[name].add_(each) if name in self._earlier else each
+        self._earlier = {name: found[name] for name, _ in self.whole}
+        if last or not self.running:
+            self._forget_sums()
         return found
 
     @property
@@ -285,6 +297,8 @@ class _OrderedSum(ReduceScatter):
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self.kept: Tensor | None = None
+        self._made: Tensor | None = None
+        """This host's sum of a round."""
         self._asked = 0
         self._computes: Any = None
 
@@ -307,19 +321,30 @@ class _OrderedSum(ReduceScatter):
         self._rows._tick()
         with torch.cuda.stream(self._computes):  # it has done what used that memory before: FSDP2 has waited for it
             received = torch.empty_like(input_tensor)
-            self.kept = received.new_empty(received.numel() // group.size(), dtype=torch.float32)
+            self._made = received.new_empty(received.numel() // group.size(), dtype=torch.float32)
         dist.all_to_all_single(received, input_tensor, group=group)
         parts = list(received.view(group.size(), -1))
-        for into, *those in zip(*(each.split(_AT_ONCE) for each in (self.kept, *parts)), strict=True):
+        for into, *those in zip(*(each.split(_AT_ONCE) for each in (self._made, *parts)), strict=True):
             into.copy_(self._rows.added([part.float() for part in those]))
         if received.is_cuda:
             received.record_stream(torch.cuda.current_stream())
+        if self._rows.hosts.count == 1:
+            self._keep(self._made)
 
     def between_hosts(self, output_tensor: Tensor) -> None:
         """FSDP2 calls it after the above; with one rank on a host, instead of it, with this rank's gradients."""
+        made = output_tensor.float() if self._made is None else self._made
+        self._rows.add_hosts(made)
+        self._keep(made)
+
+    def _keep(self, made: Tensor) -> None:
+        self._made = None
         if self.kept is None:
-            self.kept = output_tensor.float()
-        self._rows.add_hosts(self.kept)
+            self.kept = made
+            return
+        self.kept.add_(made)
+        if made.is_cuda:
+            made.record_stream(torch.cuda.current_stream())
 
 
 def _call(module: Any, function: Callable[..., Any], *args: Any) -> Any:

@@ -289,10 +289,12 @@ def keeps_gathered(asked: str, whole_bytes: float, gpu_bytes: float) -> bool:
 _SUMMED_SHARE = 0.25
 
 
-def sums_by_step(asked: str, float32_bytes: float, gpu_bytes: float) -> bool:
-    """Return whether each rank adds up the gradients of its own micro-batches before ranks add up theirs:
-    parallel.sums. `float32_bytes`: of all gradients. `gpu_bytes`: 0 on a CPU."""
-    return asked == "step" or (asked == "auto" and gpu_bytes > 0 and float32_bytes <= _SUMMED_SHARE * gpu_bytes)
+def sums_of_ranks(asked: str, float32_bytes: float, gpu_bytes: float) -> str:
+    """Return how gradients are summed over ranks: parallel.sums, or what becomes of its "auto". `float32_bytes`: of all
+    gradients. `gpu_bytes`: 0 on a CPU."""
+    if asked != "auto" or not gpu_bytes:
+        return "round" if asked == "auto" else asked
+    return "step" if float32_bytes <= _SUMMED_SHARE * gpu_bytes else "running"
 
 
 def shares_never(alone: Sequence[float], tree: float) -> bool:

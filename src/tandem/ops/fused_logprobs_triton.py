@@ -80,18 +80,7 @@ def _tanh(x):
 
 @triton.jit
 def _look(
-    raw,
-    ids,
-    lse,
-    logprobs,
-    entropy,
-    pitch,
-    readable,
-    num_ids,
-    inner,
-    outer,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    raw, ids, lse, logprobs, entropy, pitch, readable, num_ids, inner, outer, CAPPED: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)  # row * pitch exceeds 2**31 from 14,000 tokens on
     raw += row * pitch

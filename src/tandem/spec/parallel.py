@@ -31,11 +31,13 @@ class ParallelSpec(Spec):
     """How long a rank keeps the weights that it gathered from all ranks. layer: until a layer is computed, forward and
     backward. step: until the step's update, and the frozen base of adapters until the run ends; this sends less and
     takes the memory of all weights. auto: step on GPUs if that is at most 15 % of a GPU's memory, otherwise layer."""
-    sums: Literal["auto", "round", "step"] = "auto"
-    """When gradients are summed over ranks. round: after each micro-batch. step: once a step; each rank first adds up
-    those of its own micro-batches in float32, which sends less, lets no rank wait for another within a step, and takes
-    four bytes a weight. auto: step on GPUs without `deterministic` if that is at most 25 % of a GPU's memory, otherwise
-    round. The two add in different orders, each the same on any number of ranks."""
+    sums: Literal["auto", "round", "running", "step"] = "auto"
+    """When gradients are summed over ranks. round: after each micro-batch, as a tree, which keeps several sums of a
+    rank's rows. running: after each micro-batch, into one sum, which takes the least memory. step: once a step; each
+    rank first adds up those of its own micro-batches in float32, which sends less, lets no rank wait for another within
+    a step, and takes four bytes a weight. auto: round on a CPU or with `deterministic`; else step if that is at most
+    25 % of a GPU's memory, otherwise running. Each adds in an order of its own, which is the same on any number of
+    ranks, but for running."""
     deadline_s: float = Field(default=120.0, gt=0)
     """Most seconds that a rank may take to answer an order, beyond what the step itself takes."""
 
@@ -67,11 +69,7 @@ def settled(parallel: ParallelSpec, *, deterministic: bool) -> ParallelSpec:
     return parallel.model_copy(update={"sums": "round"}) if deterministic and parallel.sums == "auto" else parallel
 
 
-def check_parallel(
-    parallel: ParallelSpec,
-    model: ModelSpec,
-    stages: Mapping[str, Stage],
-) -> None:
+def check_parallel(parallel: ParallelSpec, model: ModelSpec, stages: Mapping[str, Stage]) -> None:
     """Raise ValueError for what does not go with several ranks, before anything is loaded."""
     ranks = parallel.ranks
     if ranks % (parallel.hosts or 1):

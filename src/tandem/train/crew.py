@@ -97,8 +97,8 @@ class Crew:
         self.row_shards = ranks
         """Into how many runs of rows tensors are cut: ranks that are so far apart hold the same rows. Rank 0's spec
         says it, at `begin`."""
-        self.gathers_for, self.sums_by_step = "", False
-        """What became of parallel.gather (`layer` or `step`) and of parallel.sums, once there is a policy."""
+        self.gathers_for = self.sums = ""
+        """What became of parallel.gather and of parallel.sums, once there is a policy."""
         self._deadline_s, self._children = deadline_s, children
         self._handlers: dict[str, Handler] = {}
         self._ordering = threading.Lock()

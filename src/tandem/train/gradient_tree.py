@@ -4,7 +4,8 @@ A step is one binary tree of leaves: (0 + 1) + (2 + 3), then (that) + (4 + 5), a
 with `parallel.sums = "step"` all of one share, added up one after the other. With N ranks, round k computes the leaves
 kN to kN + N - 1, one on each rank. Their sum over ranks is a subtree if N is a power of two, so 1, 2, 4 and 8 ranks add
 the same numbers in the same order. A leaf that is absent (fewer leaves than ranks in the last round) is left out:
-adding zero would turn -0.0 into 0.0.
+adding zero would turn -0.0 into 0.0. With `parallel.sums = "running"` rounds are no tree: each is added to the sum of
+those before it, which takes one sum instead of log2(rounds).
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ _STEPS = 2.0**38
 class Rounds(Protocol):
     """Where the gradients of one round come from: float32, summed over ranks, of the rows that this rank holds."""
 
-    def begin(self, present: Sequence[bool]) -> None: ...  # which ranks have a leaf
+    running: bool  # a round ends with the sum of the step until then
+
+    def begin(self, present: Sequence[bool], *, first: bool) -> None: ...  # which ranks have a leaf; first of a step
     def before(self, *, last: bool) -> None: ...  # before the forward pass of each of its micro-batches
     def after(self, *, counts: bool) -> None: ...  # after its backward pass; without `counts`: forget what it gave
-    def end(self) -> Gradients: ...
+    def end(self, *, last: bool) -> Gradients: ...
     def settle(self) -> None: ...  # after the last round: the weights change now
 
 
 class OneRank:
     """Rounds of a trainer that is one process: every gradient as backward left it."""
 
+    running = False
+
     def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
         self._leaf = LeafSum(parameters)
 
-    def begin(self, present: Sequence[bool]) -> None:
+    def begin(self, present: Sequence[bool], *, first: bool) -> None:
         self._leaf.forget()
 
     def before(self, *, last: bool) -> None:
@@ -48,7 +53,7 @@ class OneRank:
     def after(self, *, counts: bool) -> None:
         self._leaf.take()
 
-    def end(self) -> Gradients:
+    def end(self, *, last: bool) -> Gradients:
         return self._leaf.sums()
 
     def settle(self) -> None:

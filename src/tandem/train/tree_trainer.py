@@ -82,11 +82,11 @@ class TreeTrainer(PolicyTrainer):
     ) -> list[Report]:
         """`widths`: how many micro-batches each round has; None where this rank has none and only takes part.
         `present`: of each round, which ranks have a leaf."""
-        tree = TreeSum()
+        tree, gradients = TreeSum(), Gradients()
         found: list[tuple[StepSums, Gap]] = []
         ahead = iter(micros)
-        for width, there in zip(widths, present, strict=True):
-            self._rounds.begin(there)
+        for number, (width, there) in enumerate(zip(widths, present, strict=True), start=1):
+            self._rounds.begin(there, first=number == 1)
             for left in reversed(range(width)):
                 self.on_micro_batch()
                 micro = next(ahead)
@@ -98,8 +98,10 @@ class TreeTrainer(PolicyTrainer):
                     self._loss(micro, totals, computed, sums, gap).backward()
                     found.append((sums, gap))
                 self._rounds.after(counts=micro is not None)
-            tree.add(self._rounds.end())
-        self._gradients = tree.take()
+            gradients = self._rounds.end(last=number == len(widths))
+            if not self._rounds.running:
+                tree.add(gradients)
+        self._gradients = gradients if self._rounds.running else tree.take()
         self._rounds.settle()
         return [{"sums": sums.read(), "gap": gap.numbers()} for sums, gap in found]
 

@@ -170,11 +170,7 @@ def _column(found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[s
 
 
 def _sections(
-    found: LayoutWalk,
-    path: str,
-    layer: Any,
-    fused: Mapping[str, list[str]],
-    sections: list[tuple[int, int, int]],
+    found: LayoutWalk, path: str, layer: Any, fused: Mapping[str, list[str]], sections: list[tuple[int, int, int]]
 ) -> None:
     """Add the sections of a fused parameter. Each has: rows on this rank, the rank's number, rows in total."""
     _check_plain(path, layer)

@@ -337,12 +337,7 @@ class _WorkerReceiver:
         return PrefetchedVersion(latest, manifest, flat)
 
     def _take(
-        self,
-        channel: ControlChannel,
-        sequence: int,
-        manifest: Manifest,
-        flat: Flat | StagedBoxes,
-        deadline: Deadline,
+        self, channel: ControlChannel, sequence: int, manifest: Manifest, flat: Flat | StagedBoxes, deadline: Deadline
     ) -> None:
         failed = f"version {manifest.version} did not arrive completely"
         carrier: Group | BufferReader | None = None

@@ -169,11 +169,7 @@ class EmbeddedEngine:
         return why and f"{grammar.field}: {why}"
 
     async def put_adapter(
-        self,
-        name: str,
-        tensors: Mapping[str, Tensor],
-        config: Mapping[str, Any],
-        expected: Fingerprints | None = None,
+        self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], expected: Fingerprints | None = None
     ) -> None:
         """Serve an adapter of this base under a name, beside the others. `tensors`: under PEFT's names, B scaled;
         `expected`: their fingerprints, or None to take them here."""

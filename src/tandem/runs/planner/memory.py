@@ -250,7 +250,10 @@ def _micro(
     grad_width = 4 if lora or width == 4 or work.num_micro > 1 or tree else width
     gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))
     adds = lora is None and rank.adds(shape, machine.gpu_bytes)
-    sums = summed * gradients * (sums_kept(leaf_rounds(spec.parallel)) if adds else work.sums)
+    kept = sums_kept(leaf_rounds(spec.parallel)) if adds else work.sums
+    if lora is None and rank.sums_as(shape, machine.gpu_bytes) == "running":
+        kept = 0  # the sum of earlier micro-batches is that of this one, too
+    sums = summed * gradients * kept
     layer, reduced, sent = backward_bytes(shape, how, micro.tokens), 0, width
     if adds:
         sums, sent = sums + summed * 4 * shape.total, 4  # its own, whole

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from tandem.ops.byte_sizes import Dims, keeps_gathered, sums_by_step
+from tandem.ops.byte_sizes import Dims, keeps_gathered, sums_of_ranks
 from tandem.ops.counted_shape import Shape
 from tandem.ops.parts import rows_of
 from tandem.spec.parallel import ParallelSpec, settled
@@ -60,9 +60,13 @@ class Rank:
         """Return whether all weights stay whole from their first use in a step. `width`: bytes of a number."""
         return self.count > 1 and keeps_gathered(self.gather, shape.total * width, gpu_bytes)
 
+    def sums_as(self, shape: Shape, gpu_bytes: float) -> str:
+        """Return what becomes of parallel.sums where all weights are trained."""
+        return sums_of_ranks(self.sums, 4 * shape.total, gpu_bytes if self.count > 1 else 0)
+
     def adds(self, shape: Shape, gpu_bytes: float) -> bool:
         """Return whether it adds up the gradients of its own micro-batches, whole, before they are sent."""
-        return self.count > 1 and sums_by_step(self.sums, 4 * shape.total, gpu_bytes)
+        return self.count > 1 and self.sums_as(shape, gpu_bytes) == "step"
 
     def gathered(self, shape: Shape, width: int, gpu_bytes: float) -> int:
         """Return how many numbers are whole while a micro-batch is computed. The root's stay so until backward ends."""

@@ -301,13 +301,7 @@ class AccessGate:
             )
 
     async def _whole_body(
-        self,
-        headers: Headers,
-        scope: Scope,
-        receive: Receive,
-        grow: Callable[[int], Awaitable[None]],
-        *,
-        patient: bool,
+        self, headers: Headers, scope: Scope, receive: Receive, grow: Callable[[int], Awaitable[None]], *, patient: bool
     ) -> bytes:
         """Read the whole body, up to the size limit, before anything parses it."""
         too_large = RequestRefused(413, f"the body is larger than {self.body_bytes} bytes")
