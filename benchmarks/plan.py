@@ -47,11 +47,13 @@ class Case:
     micro_tokens: int = 16384
     batch_size: int = 4
     ranks: int = 1
+    sums: str = "auto"
 
     @property
     def name(self) -> str:
         trained = "LoRA" if self.lora else "all weights"
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        ranks += f", sums {self.sums}" if self.sums != "auto" else ""
         return f"{self.model}, {self.recipe}, {trained}, {self.data}, {self.activations}, {self.micro_tokens:,}{ranks}"
 
 
@@ -74,6 +76,8 @@ CASES = [
     Case("medium", "sft", True, "long", micro_tokens=1024, batch_size=4, ranks=2),
     Case("medium", "preference", False, "mixed", micro_tokens=2048, batch_size=4, ranks=2),
     Case(SMOLLM2, "sft", False, "mixed", micro_tokens=512, batch_size=4, ranks=2),
+    Case(SMOLLM2, "sft", False, "short", micro_tokens=64, batch_size=24, ranks=2, sums="round"),
+    Case(SMOLLM2, "sft", False, "short", micro_tokens=64, batch_size=24, ranks=2, sums="running"),
 ]
 
 
@@ -86,7 +90,7 @@ def spec_of(case: Case, home: Path) -> dict[str, Any]:
     train: dict[str, Any] = {"steps": STEPS, "lr": 1e-5, "micro_tokens": case.micro_tokens}
     whole: dict[str, Any] = {"recipe": case.recipe, "device": "cpu", "model": model}
     if case.ranks > 1:
-        whole["parallel"] = {"ranks": case.ranks}
+        whole["parallel"] = {"ranks": case.ranks, "sums": case.sums}
     if case.recipe == "rl":
         train |= {"groups_per_step": 4, "group_size": 8, "max_tokens": int(case.data)}
         return {**whole, "environment": {"name": str(VOWELS)}, "train": train, "eval": {"tasks": 8}}

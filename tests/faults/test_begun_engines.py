@@ -25,7 +25,7 @@ from tandem.text.tokenizer import byte_tokenizer
 
 OPTION = "engine begins beside the trainer"
 SAME_GPU = "it only imports meanwhile: the trainer is on its GPU"
-FIRST_WEIGHTS = "it only imports meanwhile: the run makes its first weights"
+FIRST_WEIGHTS = "it only imports meanwhile: the run writes the model for it"
 
 
 LETTERS = """

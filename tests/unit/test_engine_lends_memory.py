@@ -77,7 +77,7 @@ def test_an_option_is_asked_for_only_by_a_field_that_the_user_wrote(
     noted: list[Any] = []
     started(written, noted).attached(told)
     started(left_out, noted).attached(told)
-    started(written.only_asked(left_out.as_written()), noted).attached(told)  # as if it had been chosen
+    started(written.only_asked(left_out.settings()), noted).attached(told)  # as if it had been chosen
     assert noted == [(name, requested, False, "no room") for requested in ("it", "auto", "auto")]
 
 

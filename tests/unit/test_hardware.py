@@ -176,7 +176,7 @@ def test_on_a_cpu_nothing_changes_and_the_line_says_so():
 def test_a_setting_that_the_user_left_out_counts_as_left_out_after_a_value_is_chosen(hardware: Hardware):
     user = rl(strict=True, model={"attention": "packed", "lora": {"rank": 4}}, engine={"max_context": 512})
     whole = parse_spec(tomllib.loads(to_toml(choose(user, hardware)[0])))
-    again = whole.only_asked(user.as_written())
+    again = whole.only_asked(user.settings())
     assert again == whole
     settings = ["model.attention", "model.lora.rank", "engine.max_context", "strict"]
     assert not any(again.left_out(each) for each in settings)

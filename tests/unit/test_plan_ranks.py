@@ -29,6 +29,7 @@ from tandem.runs.planner.plan import Plan, plan_run
 from tandem.runs.planner.plan_text import plan_text
 from tandem.runs.planner.rank_share import Rank, sums_kept
 from tandem.runs.planner.workload import work_of
+from tandem.spec.hardware import Hardware, choose
 from tandem.spec.load import parse_spec, to_toml
 from tandem.spec.model import PresetModel
 from tandem.spec.parallel import ParallelSpec, settled
@@ -393,3 +394,37 @@ def test_ranks_in_the_memory_of_workers_have_one_beside_each_of_them(tmp_path):
     assert [phase.parts["weights"] for phase in of_ranks[1] if phase.name == "train"] == [0.0]
     _, why = plans._bridge(in_engine(tmp_path, 3), shape)
     assert why.startswith("requested, not engaged: the model has 8 heads of keys and values, which cannot be dealt")
+
+
+def test_a_run_s_plan_of_other_ranks_keeps_what_was_chosen_for_its_machine(tmp_path: Path):
+    user = parse_spec(
+        {
+            "recipe": "sft", "model": {"path": checkpoint(tmp_path, "qwen3-1.7b")},
+            "data": {"kind": "file", "path": str(tmp_path / "rows.jsonl")},
+            "train": {"steps": 100, "lr": 1e-5, "batch_size": 64},
+        }
+    )  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("")
+    whole, _ = choose(user, Hardware("cuda", "h200", 24.0))
+    planned = [
+        recipes.plan_run(spec, gpu="h200", memory_gib=24.0, row_tokens=1024, in_a_run=True)
+        for spec in (whole, whole.only_asked(user.settings()))
+    ]
+    assert planned[0].ranks_that_fit
+    assert planned[1].ranks_that_fit == planned[0].ranks_that_fit
+
+
+def test_a_running_sum_takes_the_place_of_earlier_rounds(tmp_path: Path):
+    model = {"path": checkpoint(tmp_path, "qwen3-1.7b")}
+    (tmp_path / "a.jsonl").write_text("")
+    peaks = {}
+    for sums in ("round", "running"):
+        spec = sft(model, 2, precision={"weights": "bfloat16"}, train={"micro_tokens": 2048})
+        spec = parse_spec({**spec.as_written(), "parallel": {"ranks": 2, "sums": sums}})
+        plan = recipes.plan_run(spec, gpu="h200", row_tokens=1024)
+        (parts,) = (each.parts for each in plan.phases if each.name == "train")
+        peaks[sums] = plan.trainer_gib, parts.get("earlier gradients", 0), parts["gradients"]
+    (of_tree, earlier, gradients), (running, none, _) = peaks["round"], peaks["running"]
+    assert none == 0
+    assert earlier == pytest.approx(sums_kept(16) * gradients)
+    assert of_tree - running == pytest.approx(earlier, rel=0.35)

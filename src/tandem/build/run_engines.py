@@ -129,7 +129,7 @@ def begun(spec: RlSpec, home: Path) -> Iterator[BegunEngines]:
     device = pick_device(spec.device).type
     why = "the trainer is on its GPU" if on_trainers_gpu(spec, device) else ""
     if untouched_directory(spec.model) is None:
-        why = "the run makes its first weights"
+        why = "the run writes the model for it"
     processes = [_process(spec, number, device, home) for number in range(engine.replicas)]
     try:
         for each in processes:
@@ -160,12 +160,10 @@ def outside(
         return EnginePool([RemoteEngine(url, asked.model, **options) for url in asked.urls])
     engine, device = spec.engine, model.device.type
     assert not isinstance(engine, HfEngineSpec)
-    places: Sequence[OwnedProcess | ExistingServer]
+    places: Sequence[OwnedProcess | ExistingServer] = begun.processes if begun else ()
     if engine.url:
         places = [ExistingServer(engine.url, Path(engine.token_file))]
-    elif begun is not None:
-        places = begun.processes
-    else:
+    elif begun is None:
         places = [_process(spec, number, device, home, unchecked) for number in range(engine.replicas)]
     return EnginePool(
         [

@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -174,11 +175,13 @@ def control_usage(
     if as_json:
         echo(json.dumps([each.model_dump(mode="json") for each in rows], indent=2))
     elif as_csv:
-        out = csv.writer(sys.stdout)
+        table = StringIO()
+        out = csv.writer(table)
         out.writerow(("key", "project", "run", "run_name", "kind", "began", "ended", "seconds", "usd"))
         for each in rows:
             times = (_utc(each.began), _utc(each.ended), f"{(each.ended - each.began) / 1000:.3f}")
             out.writerow((each.key, each.project, each.run, each.run_name, each.kind, *times, f"{each.usd:.6f}"))
+        echo(table.getvalue(), nl=False)
     else:
         for each in rows:
             used = f"{(each.ended - each.began) / 1000:,.3f} s  {each.usd:.4f} USD"

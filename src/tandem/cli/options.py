@@ -45,7 +45,7 @@ def echo(text: object, *, err: bool = False, nl: bool = True) -> None:
     """Print text of any origin: it cannot control the terminal."""
     from tandem.obs.claims import visible
 
-    typer.echo(visible(str(text)), err=err, nl=nl)
+    typer.echo(visible(str(text).replace("\r\n", "\n")), err=err, nl=nl)
 
 
 def checked_spec(spec: Path | None, overrides: Sequence[str] | None) -> RunSpec:

@@ -89,7 +89,7 @@ def run(
     with own_code.session(objects.by_name()), ready_packages(spec) as packages, _gpu_given_back():
         _check_own_code(spec)
         played = _environment(spec, packages)
-        asked = spec.as_written()
+        asked = spec.settings()
         spec, chosen = sight.choose(spec, this_machine(spec.device))
         directory = Path(run_dir) if run_dir else Run.new_directory(Path(root), spec.name)
         begin(directory, to_toml(spec), None if packages is None else packages.directory)
@@ -240,7 +240,7 @@ def _run(
             with _signals_end(checkpointer), view, run:
                 view.say(f"run {directory}")
                 if lease.epoch == 1:
-                    run.event("asked", spec=spec.as_written())
+                    run.event("asked", settings=spec.settings())
                 if chosen:
                     run.event("chosen", settings=[asdict(each) for each in chosen])
                     for line in choices_text(chosen):

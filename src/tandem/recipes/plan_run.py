@@ -17,8 +17,9 @@ from tandem.runs.planner.calibration import card_named, gpus_here, machine, ram_
 from tandem.runs.planner.model_shape import NoPlan
 from tandem.runs.planner.plan import Plan, kind_of
 from tandem.runs.run import Run
-from tandem.spec.hardware import Hardware
-from tandem.spec.load import AnySpec, as_spec
+from tandem.spec.hardware import Hardware, HardwareChoice
+from tandem.spec.load import AnySpec, as_spec, parse_spec
+from tandem.spec.model import PresetModel
 from tandem.spec.run import RunSpec
 
 _GIB = 2**30
@@ -43,7 +44,12 @@ def plan_run(
     memory_gib = memory_gib or here_gib
     target = machine(gpu, memory_gib)
     there = Hardware("cuda" if target.on_gpu else "cpu", target.kind, target.memory_gib, vllm=vllm_installed())
-    spec, chosen = (spec, []) if in_a_run else sight.choose(spec, there)
+    chosen: list[HardwareChoice] = []
+    if not in_a_run:
+        spec, chosen = sight.choose(spec, there)
+    elif target.on_gpu and not isinstance(spec.model, PresetModel):
+        # What was chosen when the run began counts as left out since; on other numbers of ranks it is as it is here.
+        spec = parse_spec(spec.model_dump(mode="json", exclude_none=True))
     shape = planned_shape.of_run(spec, on_gpu=target.on_gpu)
     lengths_given = prompt_tokens or row_tokens
     planned = plans.plan_run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +26,10 @@ def spec_of(directory: Path) -> RunSpec:
     return load_spec(directory / "spec.toml")
 
 
-def asked_of(directory: Path, spec: RunSpec) -> Mapping[str, Any]:
-    """Return the tables of a run's spec that its user wrote; all of them if its first process did not say."""
+def asked_of(directory: Path, spec: RunSpec) -> Collection[str]:
+    """Return the settings of a run's spec that its user wrote; all of them if its first process did not say."""
     rows = salvage_jsonl(directory / "events.jsonl").rows.values()
-    return next((row["spec"] for row in rows if row.get("stage") == "asked"), spec.as_written())
+    return next((row["settings"] for row in rows if row.get("stage") == "asked"), spec.settings())
 
 
 def finished(directory: Path) -> Mapping[str, Any] | None:

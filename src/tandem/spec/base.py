@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -93,11 +93,21 @@ class Spec(BaseModel):
             return otherwise
         return reduce(getattr, setting.split("."), cast("Any", self))
 
-    def only_asked(self, asked: Mapping[str, Any]) -> Self:
-        """Return a copy in which each setting that the tables of `asked` lack counts as left out."""
-        inner = {name: value.only_asked(asked.get(name, {})) for name, value in self if isinstance(value, Spec)}
+    def settings(self) -> list[str]:
+        """Return the settings that the user wrote, as in "model.attention", and their tables, as in "model"."""
+        written = sorted(self.model_fields_set)
+        tables = [name for name in written if isinstance(getattr(self, name), Spec)]
+        return written + [f"{name}.{each}" for name in tables for each in getattr(self, name).settings()]
+
+    def only_asked(self, settings: Collection[str]) -> Self:
+        """Return a copy in which each setting that is none of `settings` counts as left out."""
+
+        def of(table: str) -> list[str]:
+            return [each.removeprefix(f"{table}.") for each in settings if each.startswith(f"{table}.")]
+
+        inner = {name: value.only_asked(of(name)) for name, value in self if isinstance(value, Spec)}
         copy = self.model_copy(update=inner)
-        copy.model_fields_set.intersection_update(asked)
+        copy.model_fields_set.intersection_update(settings)
         return copy
 
     def as_written(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from tandem.io.child_process import Child, Ready
 _log = logging.getLogger(__name__)
 
 _CLEANING_S = 3.0  # for a waiting process, to remove its files
+_DEAD_S = 3.0  # one that fails so soon was dead before it was asked for
 _FILES = (("ready", ".json"), ("log", ".txt"), ("next", ".json"))
 
 
@@ -38,8 +40,8 @@ class Owned:
     max_restarts: int = 3
     """How often it may restart after it died or hung; starts with a new version do not count."""
     ahead: bool = False
-    """Keep the next process waiting while one serves: for engines that restart with each version. `command` is then
-    also called with "@FILE" as the model."""
+    """Keep the next process waiting while one serves: for engines that restart with each version. For one that waits
+    `command` is called with "@FILE" as the model."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,12 @@ class OwnedProcess:
     def _start(self) -> Ready:
         self._place.directory.mkdir(parents=True, exist_ok=True)
         if self._next is not None:
+            asked_at = time.monotonic()
             try:
                 return self._wait(self._go_on())
             except EngineError as error:
+                if time.monotonic() > asked_at + _DEAD_S:
+                    raise  # it failed by what it was told, and so would another
                 _log.warning("the engine that was started early failed; starting another: %s", error)
         with self._lock:
             one = self._serving = self._run(self._model, self._version, self._next)

@@ -258,12 +258,7 @@ class _RolloutApi:
     async def take(self, request: Request) -> Response:
         body, once = await _asked(request, TakeBody)
         take = self.queue.trainer.take(
-            body.epoch,
-            body.groups,
-            sequences=body.sequences,
-            version=body.version,
-            wait_s=body.wait_s,
-            once=once,
+            body.epoch, body.groups, sequences=body.sequences, version=body.version, wait_s=body.wait_s, once=once
         )
         lease = await unless_gone(request, take)
         if lease is None:
