@@ -55,7 +55,7 @@ CASES = {
         "recipe": "rl",
         "in_engine": True,
         "sums": "running",
-        "train": {"groups_per_step": 5},
+        "precision": {"weights": "bfloat16"},
     },
     "groups by step": {"recipe": "rl", "sums": "step", "train": {"micro_tokens": 32}},
     "sft hybrid": {"path": "hybrid"},
