@@ -441,7 +441,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--gather", default="auto", choices=["auto", "layer", "step"])
-    parser.add_argument("--sums", default="auto", choices=["auto", "round", "step"])
+    parser.add_argument("--sums", default="auto", choices=["auto", "round", "running", "step"])
     parser.add_argument("--trace", action="store_true", help="sft: profile a step of rank 0 (one_step.py)")
     parser.add_argument("--deadline-s", type=float, default=120.0)
     parser.add_argument("--limit-s", type=float, default=500.0, help="of one run")

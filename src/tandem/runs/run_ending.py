@@ -29,7 +29,7 @@ def spec_of(directory: Path) -> RunSpec:
 def asked_of(directory: Path, spec: RunSpec) -> Collection[str]:
     """Return the settings of a run's spec that its user wrote; all of them if its first process did not say."""
     rows = salvage_jsonl(directory / "events.jsonl").rows.values()
-    return next((row["settings"] for row in rows if row.get("stage") == "asked"), spec.settings())
+    return next((row["settings"] for row in rows if row.get("stage") == "asked" and "settings" in row), spec.settings())
 
 
 def finished(directory: Path) -> Mapping[str, Any] | None:

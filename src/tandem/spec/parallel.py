@@ -20,7 +20,8 @@ class ParallelSpec(Spec):
     """Processes of the trainer, one for each GPU. 1: the trainer is one process."""
     shares: int = Field(default=0, ge=0, le=1024)
     """The micro-batches of a step come in multiples of this, and their gradients are summed in an order that depends on
-    it alone. A run with the same `shares` gives the same bytes on 1, 2, 4 or 8 ranks. 0: as many as ranks."""
+    it alone. A run with the same `shares` gives the same bytes on 1, 2, 4 or 8 ranks, but for `sums` = "running". 0: as
+    many as ranks."""
     layout: Literal["auto", "rows", "whole"] = "auto"
     """rows: each rank holds its rows of every tensor. whole: each rank holds all trained tensors; the frozen base of an
     adapter is held by rows. auto: whole with [model.lora], otherwise rows."""

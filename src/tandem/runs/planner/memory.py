@@ -251,7 +251,7 @@ def _micro(
     gradients = grad_width * (max(tensors) if stage.gradient_release else sum(tensors))
     adds = lora is None and rank.adds(shape, machine.gpu_bytes)
     kept = sums_kept(leaf_rounds(spec.parallel)) if adds else work.sums
-    if lora is None and rank.sums_as(shape, machine.gpu_bytes) == "running":
+    if rank.sums == "running" or (lora is None and rank.sums_as(shape, machine.gpu_bytes) == "running"):
         kept = 0  # the sum of earlier micro-batches is that of this one, too
     sums = summed * gradients * kept
     layer, reduced, sent = backward_bytes(shape, how, micro.tokens), 0, width
