@@ -15,6 +15,7 @@ from test_engine_process import Source, closing, play, real
 
 import tandem
 from leashed import programs_below
+from letters_environment import LETTERS
 from tandem.build import built_model, run_engines
 from tandem.engine.server.child_process import Owned, OwnedProcess
 from tandem.engine.server.engine import ServerEngine
@@ -26,19 +27,6 @@ from tandem.text.tokenizer import byte_tokenizer
 OPTION = "engine begins beside the trainer"
 SAME_GPU = "it only imports meanwhile: the trainer is on its GPU"
 FIRST_WEIGHTS = "it only imports meanwhile: the run writes the model for it"
-
-
-LETTERS = """
-from tandem.types import Outcome, Task
-
-class Letters:
-    def tasks(self, split):
-        start = 0 if split == "train" else 100
-        return [Task(f"{n}", ({"role": "user", "content": f"sing {n}"},)) for n in range(start, start + 20)]
-
-    async def run(self, task, chat):
-        return Outcome(len(set((await chat.reply()).text)) / 6)
-"""
 
 
 @pytest.fixture(scope="module")

@@ -18,24 +18,12 @@ import httpx
 import pytest
 from test_env_serve import Service, free_port, program
 
+from letters_environment import LETTERS
 from tandem.model.presets import make_model
 from tandem.text.tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 STEPS, GROUPS, MAX_LAG = 6, 2, 1
-
-
-ENVIRONMENT = """
-from tandem.types import Outcome, Task
-
-class Letters:
-    def tasks(self, split):
-        start = 0 if split == "train" else 100
-        return [Task(f"{n}", ({"role": "user", "content": f"sing {n}"},)) for n in range(start, start + 20)]
-
-    async def run(self, task, chat):
-        return Outcome(len(set((await chat.reply()).text)) / 6)
-"""
 
 
 def wait_for(done: Callable[[], Any], seconds: float, *processes: subprocess.Popen[bytes]) -> Any:
@@ -129,7 +117,7 @@ def test_a_run_trains_on_what_the_service_hands_out_whoever_is_killed(tmp_path: 
     make_model("tiny", tokenizer, seed=0).save_pretrained(model)
     tokenizer.save_pretrained(model)
 
-    (tmp_path / "letters.py").write_text(ENVIRONMENT)
+    (tmp_path / "letters.py").write_text(LETTERS)
 
     def status() -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {service.token_file.read_text()}"}
